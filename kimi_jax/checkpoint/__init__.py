@@ -1,0 +1,1 @@
+"""From checkpoint files to placed arrays: names, safetensors, checks, loading."""

@@ -1,0 +1,97 @@
+"""Checks of what callers pass in, and the padded sizes for which functions are compiled.
+
+JAX clamps an index outside an array in silence; a token id outside the vocabulary is refused here instead.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kimi_jax.model.model import Model
+from kimi_jax.parallel.mesh import MeshError, axis_size
+
+ArrayLike = np.ndarray | jax.Array | Sequence[Any]
+
+SMALLEST_BUCKET = 16
+LARGEST_STEP = 4096
+
+
+def bucket(tokens: int) -> int:
+    """The padded length for which a call of `tokens` tokens is compiled.
+
+    1, then powers of two from 16 to 4096, then multiples of 4096: a new prompt length compiles nothing new.
+    """
+    if tokens <= 1:
+        return 1
+    if tokens > LARGEST_STEP:
+        return -(-tokens // LARGEST_STEP) * LARGEST_STEP
+    return max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
+
+
+def token_array(model: Model, tokens: ArrayLike, rank: int) -> np.ndarray:
+    """`tokens` as int32 of `rank` dimensions.
+
+    **Raises:** `ValueError` for another rank, numbers that are no integers, or an id outside the vocabulary.
+    """
+    array = _integers("tokens", tokens)
+    if array.ndim != rank:
+        shape = "[B, T]" if rank == 2 else "[B]"
+        raise ValueError(f"tokens must have the shape {shape}, found {list(array.shape)}")
+    size = model.config.vocab_size
+    outside = array[(array < 0) | (array >= size)]
+    if outside.size:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {size} (0 to {size - 1})")
+    return array.astype(np.int32)
+
+
+def length_array(lengths: ArrayLike | None, batch: int, tokens: int) -> np.ndarray:
+    """`lengths` as int32 `[B]`, each between 0 and `tokens`; None means `tokens` everywhere."""
+    if lengths is None:
+        return np.full(batch, tokens, np.int32)
+    array = _integers("lengths", lengths)
+    if array.shape != (batch,):
+        raise ValueError(f"lengths must have the shape [{batch}], one a row, found {list(array.shape)}")
+    if np.any((array < 0) | (array > tokens)):
+        wrong = array[(array < 0) | (array > tokens)][0]
+        raise ValueError(f"a length must lie between 0 and the {tokens} tokens given a row, found {wrong}")
+    return array.astype(np.int32)
+
+
+def row_mask(name: str, rows: ArrayLike | None, batch: int) -> np.ndarray:
+    """`rows` as bool `[B]`; None means all."""
+    if rows is None:
+        return np.ones(batch, bool)
+    array = np.asarray(rows)
+    if array.dtype != np.bool_ or array.shape != (batch,):
+        raise ValueError(f"{name} must be bool [{batch}], found {array.dtype} {list(array.shape)}")
+    return array
+
+
+def check_batch(model: Model, batch: int) -> None:
+    """Refuses a batch that the mesh's `data` axis does not divide."""
+    data = axis_size(model.mesh, "data")
+    if batch < 1 or batch % data:
+        raise MeshError(
+            f"a batch of {batch} cannot be split over mesh axis 'data' of {data}: pad it to a multiple"
+        )
+
+
+def pad_tokens(tokens: np.ndarray) -> np.ndarray:
+    """`[B, T]` right-padded with zeros to its bucket."""
+    return np.pad(tokens, [(0, 0), (0, bucket(tokens.shape[1]) - tokens.shape[1])])
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be rectangular: pad the rows on the right and give their lengths"
+        ) from None
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int32)  # an empty list
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must be whole numbers, found {array.dtype}")
+    return array.astype(np.int64) if array.dtype != np.uint64 else array

@@ -1,0 +1,98 @@
+"""One decoder layer, and what it lets an observer see."""
+
+from typing import NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.cache import LayerCache
+from kimi_jax.model.call import Call
+from kimi_jax.model.kda import KimiDeltaAttention
+from kimi_jax.model.layers import MLP, Linear, Norm
+from kimi_jax.model.mla import MultiHeadLatentAttention
+from kimi_jax.model.moe import LatentMoE
+from kimi_jax.ops.attn_res import mix_residuals
+from kimi_jax.parallel.sharding import constrain
+
+Bank = tuple[Float[Array, "B T D"], ...]
+
+
+class LayerTrace(NamedTuple):
+    """Inputs and outputs of a layer's two parts, what it hands on, and the router's choice (MoE layers)."""
+
+    hidden: Array
+    attn_in: Array
+    attn_out: Array
+    mlp_in: Array
+    mlp_out: Array
+    router_index: Array | None
+    router_weight: Array | None
+
+
+class DecoderLayer(nnx.Module):
+    """Attention (KDA or MLA) and MLP (dense or mixture of experts), joined by Attention Residuals.
+
+    Without `attn_res_block_size` it is the plain pre-norm residual layer.
+    """
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        width, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = Norm(width, eps)
+        if config.layer_kinds[number] == "kda":
+            self.self_attn = KimiDeltaAttention(config)
+        else:
+            self.self_attn = MultiHeadLatentAttention(config, config.has_indexer(number))
+        self.post_attention_layernorm = Norm(width, eps)
+        if config.has_experts(number):
+            self.block_sparse_moe = LatentMoE(config)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        if config.attn_res_block_size is not None:
+            self.self_attention_res_norm = Norm(width, eps)
+            self.self_attention_res_proj = Linear(1, width)
+            self.mlp_res_norm = Norm(width, eps)
+            self.mlp_res_proj = Linear(1, width)
+        self.config = config
+        self.number = number
+
+    def __call__(
+        self,
+        prefix: Float[Array, "B T D"],
+        bank: Bank,
+        call: Call,
+        cache: LayerCache | None,
+        choice: Int[Array, "B T A"] | None = None,
+    ) -> tuple[Array, Bank, LayerCache, LayerTrace]:
+        """Returns the running sum and the bank after this layer, its cache, and its trace.
+
+        **Arguments:**
+
+        - `prefix`: running sum of the current block; `bank`: the sums of the blocks before.
+        - `cache`: this layer's, None without one.
+        - `choice`: expert numbers to use in place of the router's own choice.
+        """
+        block = self.config.attn_res_block_size
+        mixes = block is not None
+        h = self._mix(prefix, bank, "self_attention") if mixes and bank else prefix
+        starts_block = mixes and self.number % block == 0
+        if starts_block:
+            bank = (*bank, prefix)
+        attn_in = self.input_layernorm(h)
+        attn_out, cache = self.self_attn(attn_in, call, cache)
+        prefix = attn_out if starts_block else prefix + attn_out
+        h = self._mix(prefix, bank, "mlp") if mixes else prefix
+        mlp_in = self.post_attention_layernorm(h)
+        index = weight = None
+        if self.config.has_experts(self.number):
+            mlp_out, index, weight = self.block_sparse_moe(mlp_in, call.real, choice)
+        else:
+            mlp_out = self.mlp(mlp_in)
+        prefix = constrain("hidden", prefix + mlp_out, ("batch", None, None))
+        return prefix, bank, cache, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight)
+
+    def _mix(self, prefix: Array, bank: Bank, part: str) -> Array:
+        proj = getattr(self, f"{part}_res_proj").weight[...][0]
+        return mix_residuals(
+            prefix, bank, proj, getattr(self, f"{part}_res_norm").weight[...], self.config.norm_eps
+        )

@@ -1,0 +1,121 @@
+"""The multi-head latent attention layer, without rotary embedding, with K3.1's optional indexer."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.cache import MLACache, write_rows
+from kimi_jax.model.call import Call
+from kimi_jax.model.layers import Linear, Norm, parameter
+from kimi_jax.ops.indexer import indexed_attention
+from kimi_jax.ops.latent_attention import decode_attention, filled_blocks, prefill_attention
+from kimi_jax.ops.norms import layer_norm
+from kimi_jax.parallel.sharding import constrain
+
+LATENT_NORM_EPS = 1e-6
+"""`q_a_layernorm` and `kv_a_layernorm` use this whatever `rms_norm_eps` says."""
+
+
+class KeyNorm(nnx.Module):
+    """LayerNorm of the indexer's keys; the bias exists where the checkpoint has one."""
+
+    def __init__(self, width: int, bias: bool, eps: float) -> None:
+        self.weight = parameter((width,), (None,))
+        if bias:
+            self.bias = parameter((width,), (None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T K"]) -> Float[Array, "B T K"]:
+        bias = self.bias[...] if hasattr(self, "bias") else None
+        return layer_norm(x, self.weight[...], bias, self.eps)
+
+
+class Indexer(nnx.Module):
+    """The projections of the sparse-attention indexer; see `kimi_jax.ops.indexer`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sizes = config.indexer
+        assert sizes is not None
+        if sizes.num_heads is None or sizes.head_dim is None:
+            raise ValueError(
+                "dsa_config names no index_n_heads or index_head_dim: only a checkpoint's shapes can tell them"
+            )
+        assert config.mla.query_rank is not None
+        self.num_heads, self.head_dim, self.top_k = sizes.num_heads, sizes.head_dim, sizes.top_k
+        self.wq_b = Linear(self.num_heads * self.head_dim, config.mla.query_rank)
+        self.wk = Linear(self.head_dim, config.hidden_size)
+        self.weights_proj = Linear(self.num_heads, config.hidden_size)
+        self.k_norm = KeyNorm(self.head_dim, sizes.key_norm_bias, config.norm_eps)
+
+    def queries(self, latent: Float[Array, "B T Q"]) -> Float[Array, "B T G K"]:
+        """Index queries from the query latent."""
+        q = self.wq_b(latent)
+        return q.reshape((*q.shape[:2], self.num_heads, self.head_dim))
+
+    def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K"]:
+        """Index keys, one a token: what the cache keeps."""
+        return self.k_norm(self.wk(x))
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Attention over cached latents; see `kimi_jax.ops.latent_attention` for its forms."""
+
+    def __init__(self, config: ModelConfig, has_indexer: bool) -> None:
+        mla, hidden = config.mla, config.hidden_size
+        by_head = ("heads", mla.num_heads)
+        q_width = mla.num_heads * (mla.nope_dim + mla.rope_dim)
+        out_width = mla.num_heads * mla.value_dim
+        if mla.query_rank is None:
+            self.q_proj = Linear(q_width, hidden, (by_head, None))
+        else:
+            self.q_a_proj = Linear(mla.query_rank, hidden)
+            self.q_a_layernorm = Norm(mla.query_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(q_width, mla.query_rank, (by_head, None))
+        self.kv_a_proj_with_mqa = Linear(mla.latent_dim, hidden)
+        self.kv_a_layernorm = Norm(mla.kv_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(mla.num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, (by_head, None))
+        if mla.output_gate:
+            self.g_proj = Linear(out_width, hidden, (by_head, None))
+        self.o_proj = Linear(hidden, out_width, (None, by_head))
+        if has_indexer:
+            self.indexer = Indexer(config)
+        self.has_indexer = has_indexer
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "B T D"], call: Call, cache: MLACache | None
+    ) -> tuple[Float[Array, "B T D"], MLACache]:
+        """Returns the layer's output and its cache with the call's real tokens added."""
+        mla = self.config.mla
+        heads = ("batch", None, "heads", None)
+        q_latent = None if mla.query_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_proj(x) if q_latent is None else self.q_b_proj(q_latent)
+        q = constrain("mla q", q.reshape((*q.shape[:2], mla.num_heads, -1)), heads)
+
+        entry = self.kv_a_proj_with_mqa(x)
+        c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
+        latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
+        index_keys = self.indexer.keys(x) if self.has_indexer else None
+        if cache is not None:
+            latents = write_rows(cache.latents, latents, call.positions, call.real)
+            if index_keys is not None:
+                index_keys = write_rows(cache.index_keys, index_keys, call.positions, call.real)
+
+        kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
+        w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
+        entries = latents.astype(x.dtype)
+        if self.has_indexer:
+            index_q, weight = self.indexer.queries(q_latent), self.indexer.weights_proj(x)
+            out = indexed_attention(
+                q, entries, w_key, w_value, index_q, index_keys.astype(x.dtype), weight,
+                call.positions, call.filled, self.indexer.top_k,
+            )  # fmt: skip
+        else:
+            attention = decode_attention if x.shape[1] == 1 else prefill_attention
+            blocks = filled_blocks(call.filled, entries.shape[1])
+            out = attention(q, entries, w_key, w_value, call.positions, blocks)
+        out = constrain("mla out", out, heads).reshape((*x.shape[:2], -1))
+        if mla.output_gate:
+            out = out * nnx.sigmoid(self.g_proj(x))
+        return self.o_proj(out), MLACache(latents, index_keys)

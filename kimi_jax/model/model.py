@@ -1,0 +1,164 @@
+"""The loaded model: configuration, mesh, and parameters as plain nested dicts, split from the modules once."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.transformer import Transformer
+from kimi_jax.parallel.sharding import Axes
+
+Params = dict[str, Any]
+"""Nested dicts; keys joined by '.' are the checkpoint's names without `language_model.` and `model.`."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a compiled function depends on besides its arrays; hashable.
+
+    - `dtype`: of the computation. Stored parameters keep the checkpoint's.
+    """
+
+    config: ModelConfig
+    mesh: Mesh | None
+    dtype: jnp.dtype
+
+    @cached_property
+    def graphdef(self) -> nnx.GraphDef:
+        """The modules without their parameters."""
+        return nnx.split(Transformer(self.config, self.dtype))[0]
+
+    def module(self, params: Params) -> Transformer:
+        """The modules over `params`; cheap enough while tracing, never called a step."""
+        return nnx.merge(self.graphdef, _as_state(params))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model ready to run.
+
+    - `spec`: configuration, mesh and compute dtype.
+    - `params`: see `Params`. Expert projections are stacked: `layers.3.block_sparse_moe.experts.w1.weight_packed`
+        is `[E, F, L/2]`.
+    - `identity`: four numbers that tell this model's weights from another's; see `model_identity`.
+    - `stop_ids`: ids that end a generation, from the configuration and the generation configuration.
+    - `vision_tensors`: tensors of the vision tower and projector that the checkpoint holds and loading skipped.
+
+    Attributes of the module tree can be read through it: `model.layers[3].self_attn.kv_a_proj_with_mqa`.
+    """
+
+    spec: ModelSpec
+    params: Params
+    identity: tuple[int, ...]
+    stop_ids: tuple[int, ...] = ()
+    vision_tensors: int = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        return self.spec.config
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh it lies on; None for one device."""
+        return self.spec.mesh
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the computation."""
+        return self.spec.dtype
+
+    @property
+    def graphdef(self) -> nnx.GraphDef:
+        """The modules without their parameters."""
+        return self.spec.graphdef
+
+    @cached_property
+    def module(self) -> Transformer:
+        """The module tree over the same arrays, for looking around; edits of it do not change `params`."""
+        return self.spec.module(self.params)
+
+    @property
+    def layers(self) -> nnx.List:
+        """The decoder layers of `module`."""
+        return self.module.layers
+
+    def replace(self, **changes: Any) -> "Model":
+        """A copy with other fields, e.g. `model.replace(params=edited)`.
+
+        New parameters give the copy an identity of its own, so that a saved cache of one is refused by the other.
+        """
+        if "params" in changes and "identity" not in changes:
+            old = dict(flatten(self.params))
+            edited = [(n, _bit_sum(x)) for n, x in flatten(changes["params"]) if x is not old.get(n)]
+            if edited:
+                parts = [np.asarray(self.identity, np.uint32).tobytes()]
+                parts += [n.encode() + np.asarray(total).tobytes() for n, total in edited]
+                changes["identity"] = model_identity(self.config, parts)
+        return replace(self, **changes)
+
+
+def model_identity(config: ModelConfig, parts: Iterable[bytes]) -> tuple[int, ...]:
+    """Four uint32 numbers from a digest of the configuration and of some bytes of every parameter."""
+    digest = hashlib.sha256(repr(config).encode())
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
+
+
+@jax.jit
+def _bit_sum(x: Array) -> Array:
+    """Sum of an array's bit patterns, each weighted by its place, modulo 2³²; the same on every mesh."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    flat = bits.reshape(-1)
+    return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+
+def abstract_params(config: ModelConfig) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
+    """Every parameter by its dotted name: shape and published dtype, and logical axes. Nothing is allocated."""
+    state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16)))[1]
+    flat = nnx.to_flat_state(state)
+    return {".".join(str(key) for key in path): (leaf.get_value(), leaf.axes) for path, leaf in flat}
+
+
+def nest(flat: Mapping[str, Any]) -> Params:
+    """Nested dicts from dotted names."""
+    tree: Params = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = value
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Dotted names and leaves of nested dicts: the inverse of `nest`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _as_state(params: Params) -> nnx.State:
+    def convert(tree: Mapping[str, Any]) -> dict[Any, Any]:
+        # Lists of modules have numbers for keys in nnx, names in a checkpoint.
+        return {
+            int(key) if key.isdecimal() else key: convert(value)
+            if isinstance(value, Mapping)
+            else nnx.Param(value)
+            for key, value in tree.items()
+        }
+
+    return nnx.State(convert(params))

@@ -1,0 +1,107 @@
+"""The latent mixture of experts."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.config import MXFP4_GROUP, ModelConfig
+from kimi_jax.model.layers import F32, MLP, U8, Linear, Norm, gated_activation, parameter
+from kimi_jax.ops.routed_experts import routed_experts
+from kimi_jax.ops.router import choose_experts, expert_weights, router_scores
+from kimi_jax.parallel.expert_parallel import expert_parallel
+
+
+class Gate(nnx.Module):
+    """The router's parameters: `weight` `[E, D]` and the bias `[E]` that only the choice sees."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.weight = parameter((config.moe.num_experts, config.hidden_size), (None, None))
+        self.e_score_correction_bias = parameter((config.moe.num_experts,), (None,), F32)
+
+
+class ExpertProjection(nnx.Module):
+    """One projection of all experts, `[E, out, in]`: packed MXFP4 with scales, or `weight`."""
+
+    def __init__(self, experts: int, out: int, into: int, packed: bool) -> None:
+        axes = ("experts", None, None)
+        if packed:
+            self.weight_packed = parameter((experts, out, into // 2), axes, U8)
+            self.weight_scale = parameter((experts, out, into // MXFP4_GROUP), axes, U8)
+        else:
+            self.weight = parameter((experts, out, into), axes)
+        self.packed = packed
+
+    def arrays(self) -> dict[str, Array]:
+        """The stacked arrays by their names, as `kimi_jax.ops.grouped_matmul` takes them."""
+        if self.packed:
+            return {"weight_packed": self.weight_packed[...], "weight_scale": self.weight_scale[...]}
+        return {"weight": self.weight[...]}
+
+
+class Experts(nnx.Module):
+    """The routed experts' projections: `w1` (gate), `w3` (up), `w2` (down)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        moe, width = config.moe, config.expert_input
+        self.w1 = ExpertProjection(moe.num_experts, moe.expert_width, width, moe.packed)
+        self.w2 = ExpertProjection(moe.num_experts, width, moe.expert_width, moe.packed)
+        self.w3 = ExpertProjection(moe.num_experts, moe.expert_width, width, moe.packed)
+
+    def arrays(self) -> dict[str, dict[str, Array]]:
+        """All stacked arrays by projection."""
+        return {"w1": self.w1.arrays(), "w2": self.w2.arrays(), "w3": self.w3.arrays()}
+
+
+class LatentMoE(nnx.Module):
+    """`up(norm(Σ weight · expert(down(x)))) + shared(x)`.
+
+    The router sees the full width; the routed experts work in the latent width where there is one, with the
+    norm after the weighted sum; the shared experts are one MLP on `x` itself.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        moe = config.moe
+        self.gate = Gate(config)
+        self.experts = Experts(config)
+        if moe.latent_width is not None:
+            self.routed_expert_down_proj = Linear(moe.latent_width, config.hidden_size)
+            if moe.latent_norm:
+                self.routed_expert_norm = Norm(moe.latent_width, config.norm_eps)
+            self.routed_expert_up_proj = Linear(config.hidden_size, moe.latent_width)
+        if moe.num_shared:
+            self.shared_experts = MLP(config, moe.num_shared * moe.expert_width)
+        self.config = config
+
+    def route(
+        self, x: Float[Array, "M D"], choice: Int[Array, "M A"] | None
+    ) -> tuple[Int[Array, "M A"], Float[Array, "M A"]]:
+        """Chosen experts and their weights; with `choice` given, only the weights are computed."""
+        moe = self.config.moe
+        scores = router_scores(x, self.gate.weight[...], moe.router_score)
+        if choice is None:
+            bias = self.gate.e_score_correction_bias[...]
+            choice = choose_experts(scores, bias, moe.experts_per_token, moe.num_groups, moe.top_groups)
+        return choice, expert_weights(scores, choice, moe.renormalize, moe.scaling_factor)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], choice: Int[Array, "B T A"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"], Float[Array, "B T A"]]:
+        """Returns the output, the chosen experts and their weights; padding goes to no expert."""
+        moe = self.config.moe
+        flat = x.reshape((-1, x.shape[-1]))
+        index, weight = self.route(flat, None if choice is None else choice.reshape((flat.shape[0], -1)))
+        sent = jnp.where(real.reshape((-1, 1)), index, moe.num_experts)
+        z = flat if moe.latent_width is None else self.routed_expert_down_proj(flat)
+        apply = partial(routed_experts, activate=gated_activation(self.config))
+        out = expert_parallel(apply, z, sent, weight, self.experts.arrays()).astype(x.dtype)
+        if moe.latent_width is not None:
+            if moe.latent_norm:
+                out = self.routed_expert_norm(out)
+            out = self.routed_expert_up_proj(out)
+        out = out.reshape(x.shape)
+        if moe.num_shared:
+            out = out + self.shared_experts(x)
+        shape = (*x.shape[:2], -1)
+        return out, index.reshape(shape), weight.reshape(shape)

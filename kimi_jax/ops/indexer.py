@@ -1,0 +1,99 @@
+"""The lightning indexer of K3.1 (DeepSeek sparse attention): which cached positions a token attends to."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.ops.latent_attention import sparse_attention
+from kimi_jax.ops.norms import at_least_float32, wide_dtype
+
+KEY_BLOCK = 1024
+"""Cached positions scored at a time."""
+QUERY_BLOCK = 16
+"""Tokens that choose and attend at a time: each gathers its own cached entries."""
+
+
+def index_scores(
+    q: Float[Array, "B T H K"], k: Float[Array, "B S K"], weight: Float[Array, "B T H"]
+) -> Float[Array, "B T S"]:
+    """`score(t, s) = Σ_h w_h(t) · ReLU(q_h(t)·k(s))`, float32 at least. H index heads, K their width.
+
+    The public definition leaves positive constants and orthogonal rotations open; they do not change the
+    choice. A correction belongs here and nowhere else.
+    """
+    q, k, weight = at_least_float32(q), at_least_float32(k), at_least_float32(weight)
+    highest = jax.lax.Precision.HIGHEST
+    similarity = jax.nn.relu(jnp.einsum("bthk,bsk->bths", q, k, precision=highest))
+    return jnp.einsum("bth,bths->bts", weight, similarity, precision=highest)
+
+
+def choose_positions(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S K"],
+    weight: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    length: Int[Array, ""] | int,
+    top_k: int,
+) -> tuple[Int[Array, "B T J"], Bool[Array, "B T J"]]:
+    """The `J = min(top_k, S)` cached positions of highest score that lie at or before each token.
+
+    **Arguments:**
+
+    - `q`, `k`, `weight`: as `index_scores`. `positions`: each token's own place in the cache.
+    - `length`: positions filled in any row; what lies behind is not scored.
+
+    **Returns:** the positions, and which of them are real: an early token has fewer than `top_k` to choose
+    from. Of equal scores the lower position wins.
+    """
+    capacity = k.shape[1]
+    size = min(KEY_BLOCK, capacity)
+
+    def one_block(j: Array, scores: Array) -> Array:
+        start = jnp.minimum(j * size, capacity - size)
+        part = index_scores(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1), weight)
+        return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
+
+    wide = wide_dtype(q.dtype)
+    scores = jnp.full((*q.shape[:2], capacity), -jnp.inf, wide)
+    scores = jax.lax.fori_loop(0, -(-length // size), one_block, scores)
+    visible = jnp.arange(capacity, dtype=positions.dtype)[None, None, :] <= positions[:, :, None]
+    best, index = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), min(top_k, capacity))
+    return index, best > -jnp.inf
+
+
+def indexed_attention(
+    q: Float[Array, "B T N HR"],
+    latents: Float[Array, "B S CR"],
+    w_key: Float[Array, "N H C"],
+    w_value: Float[Array, "N V C"],
+    index_q: Float[Array, "B T G K"],
+    index_k: Float[Array, "B S K"],
+    index_weight: Float[Array, "B T G"],
+    positions: Int[Array, "B T"],
+    length: Int[Array, ""] | int,
+    top_k: int,
+) -> Float[Array, "B T N V"]:
+    """MLA in which each token sees only the `top_k` cached entries that the indexer prefers.
+
+    Blocks of `QUERY_BLOCK` tokens, so that the gathered entries stay few. With at most `top_k` entries before a
+    token this equals dense attention. Arguments as `choose_positions` (G index heads) and `prefill_attention`.
+    """
+
+    def one_block(inputs: tuple[Array, ...]) -> Array:
+        q, index_q, index_weight, positions = inputs
+        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k)
+        # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
+        chosen = jax.vmap(lambda entries, at: entries[at])(latents, index)
+        return sparse_attention(q, chosen, real, w_key, w_value)
+
+    tokens = q.shape[1]
+    block = min(QUERY_BLOCK, tokens)
+    blocks = -(-tokens // block)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape((x.shape[0], blocks, block, *x.shape[2:])), 1, 0)
+
+    out = jax.lax.map(one_block, tuple(split(x) for x in (q, index_q, index_weight, positions)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape((out.shape[0], blocks * block, *out.shape[3:]))[:, :tokens]

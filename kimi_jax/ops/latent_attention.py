@@ -1,0 +1,142 @@
+"""Attention over cached latents (MLA without rotary embedding), in three forms that agree.
+
+A cached entry is `[c, k_r]`: the kv latent (C numbers, after its norm) and the extra key width (R numbers, one
+for all heads, unrotated). A head's key is `[W_k c, k_r]`, its value `W_v c`, the scale `(H + R)^-1/2` with
+H the width of `W_k c`. Softmax in float32, blocks of the cache at a time with a running maximum, so that no
+buffer grows with T·S and a cache is only read as far as it is filled.
+
+- `prefill_attention` expands a block's keys and values for all heads: cheapest where many queries share them.
+- `decode_attention` folds `W_k` into the query and `W_v` into the output and reads each latent once.
+- `sparse_attention` does the same over positions chosen for each token.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.ops.norms import wide_dtype
+
+
+KEY_BLOCK = 256
+"""Cached positions handled at a time."""
+
+
+def filled_blocks(length: Int[Array, ""] | int, capacity: int) -> Int[Array, ""] | int:
+    """Blocks that hold the first `length` of `capacity` positions."""
+    block = min(KEY_BLOCK, capacity)
+    return -(-length // block)
+
+
+def prefill_attention(
+    q: Float[Array, "B T N HR"],
+    latents: Float[Array, "B S CR"],
+    w_key: Float[Array, "N H C"],
+    w_value: Float[Array, "N V C"],
+    positions: Int[Array, "B T"],
+    num_blocks: Int[Array, ""] | int,
+) -> Float[Array, "B T N V"]:
+    """Attention with expanded keys and values.
+
+    **Arguments:**
+
+    - `q`: queries, the H numbers that meet `W_k c` first, then the R that meet `k_r`.
+    - `latents`: cached entries, the call's own already among them.
+    - `w_key`, `w_value`: the halves of `kv_b_proj`.
+    - `positions`: place of each query's own token in the cache; it sees the entries up to there.
+    - `num_blocks`: from `filled_blocks`; a Python number makes the loop differentiable.
+    """
+    rank = w_key.shape[-1]
+    w_key, w_value = w_key.astype(latents.dtype), w_value.astype(latents.dtype)
+
+    def block(entries: Array) -> tuple[Array, Array]:
+        latent, extra = entries[..., :rank], entries[..., rank:]
+        key = jnp.einsum("bsc,nhc->bsnh", latent, w_key)
+        shape = (*key.shape[:3], extra.shape[-1])
+        key = jnp.concatenate([key, jnp.broadcast_to(extra[:, :, None, :], shape)], axis=-1)
+        return _scores("btnk,bsnk->btns", q, key), jnp.einsum("bsc,nvc->bsnv", latent, w_value)
+
+    scale = q.shape[-1] ** -0.5
+    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q)
+
+
+def decode_attention(
+    q: Float[Array, "B T N HR"],
+    latents: Float[Array, "B S CR"],
+    w_key: Float[Array, "N H C"],
+    w_value: Float[Array, "N V C"],
+    positions: Int[Array, "B T"],
+    num_blocks: Int[Array, ""] | int,
+) -> Float[Array, "B T N V"]:
+    """Attention in the latent space: `(W_kᵀ q)·c` in place of `q·(W_k c)`. Arguments as `prefill_attention`."""
+    rank = w_key.shape[-1]
+    folded = fold_query(q, w_key)
+
+    def block(entries: Array) -> tuple[Array, Array]:
+        return _scores("btnc,bsc->btns", folded, entries), entries[..., :rank]
+
+    scale = q.shape[-1] ** -0.5
+    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q)
+    return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
+
+
+def sparse_attention(
+    q: Float[Array, "B T N HR"],
+    chosen: Float[Array, "B T J CR"],
+    real: Bool[Array, "B T J"],
+    w_key: Float[Array, "N H C"],
+    w_value: Float[Array, "N V C"],
+) -> Float[Array, "B T N V"]:
+    """Attention in the latent space over `chosen`: the J cached entries picked for each token."""
+    scores = _scores("btnc,btjc->btnj", fold_query(q, w_key), chosen) * q.shape[-1] ** -0.5
+    share = jax.nn.softmax(jnp.where(real[:, :, None, :], scores, -jnp.inf), axis=-1)
+    mixed = jnp.einsum("btnj,btjc->btnc", share.astype(q.dtype), chosen[..., : w_key.shape[-1]])
+    return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
+
+
+def fold_query(q: Float[Array, "B T N HR"], w_key: Float[Array, "N H C"]) -> Float[Array, "B T N CR"]:
+    """`[W_kᵀ q_n, q_r]`: the query that meets cached entries directly."""
+    width = w_key.shape[1]
+    latent = jnp.einsum("btnh,nhc->btnc", q[..., :width], w_key.astype(q.dtype))
+    return jnp.concatenate([latent, q[..., width:]], axis=-1)
+
+
+def _scores(equation: str, q: Array, key: Array) -> Array:
+    """Products accumulated and kept in float32 at least."""
+    return jnp.einsum(equation, q, key, preferred_element_type=wide_dtype(q.dtype))
+
+
+def _attend(
+    latents: Array,
+    positions: Array,
+    num_blocks: Array | int,
+    block: Callable[[Array], tuple[Array, Array]],
+    mix: str,
+    width: int,
+    scale: float,
+    like: Array,
+) -> Array:
+    """Softmax over the entries up to `positions`, block after block; `block` gives raw scores and values."""
+    capacity = latents.shape[1]
+    size = min(KEY_BLOCK, capacity)
+    wide = wide_dtype(like.dtype)
+    shape = like.shape[:3]
+
+    def one_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = carry
+        # The last block of a cache that is no multiple of the size starts earlier and masks what it repeats.
+        start = jnp.minimum(j * size, capacity - size)
+        scores, values = block(jax.lax.dynamic_slice_in_dim(latents, start, size, axis=1))
+        place = start + jnp.arange(size, dtype=positions.dtype)
+        seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
+        scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))  # finite: every query sees position 0
+        share = jnp.exp(scores - new_peak[..., None])
+        fade = jnp.exp(peak - new_peak)
+        part = jnp.einsum(mix, share.astype(values.dtype), values, preferred_element_type=wide)
+        return new_peak, total * fade + jnp.sum(share, axis=-1), mixed * fade[..., None] + part
+
+    start = (jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, width), wide))
+    _, total, mixed = jax.lax.fori_loop(0, num_blocks, one_block, start)
+    return (mixed / total[..., None]).astype(like.dtype)

@@ -1,0 +1,49 @@
+"""The routed experts: sort token copies by expert, apply each expert's MLP to its rows, sum back by weight."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.ops.grouped_matmul import ExpertWeights, grouped_matmul, num_experts
+from kimi_jax.ops.norms import at_least_float32
+
+Activate = Callable[[Array, Array], Array]
+
+
+def routed_experts(
+    z: Float[Array, "M L"],
+    index: Int[Array, "M A"],
+    weight: Float[Array, "M A"],
+    experts: Mapping[str, ExpertWeights],
+    first_expert: Int[Array, ""] | int,
+    activate: Activate,
+) -> Float[Array, "M L"]:
+    """`Σ_a weight[a] · w2(act(w1 z, w3 z))` over the chosen experts that are held here.
+
+    **Arguments:**
+
+    - `z`: what the experts read.
+    - `index`: chosen experts of each row, numbered over all devices; a number held nowhere is skipped
+        (padding rows carry such a number).
+    - `weight`: their weights.
+    - `experts`: `w1` (gate), `w3` (up) and `w2` (down) of the experts `first_expert, first_expert + 1, …`.
+    - `activate`: the gated activation of (gate, up).
+
+    **Returns:** the weighted sums, in float32 at least, added up in the order of `index`.
+    """
+    tokens, per_token = index.shape
+    held = num_experts(experts["w1"])
+    local = (index - first_expert).reshape(-1)
+    local = jnp.where((local >= 0) & (local < held), local, held)
+    order = jnp.argsort(local, stable=True)  # copies of tokens, experts in order, the ones not held here last
+    group_sizes = jnp.bincount(local, length=held + 1)[:held]
+    rows = z[jax.lax.div(order, jnp.asarray(per_token, order.dtype))]
+    hidden = activate(
+        grouped_matmul(rows, experts["w1"], group_sizes), grouped_matmul(rows, experts["w3"], group_sizes)
+    )
+    out = at_least_float32(grouped_matmul(hidden, experts["w2"], group_sizes))
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    copies = out[back].reshape((tokens, per_token, -1))
+    return jnp.sum(copies * weight.astype(out.dtype)[..., None], axis=1)

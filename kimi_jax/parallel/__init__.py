@@ -1,0 +1,1 @@
+"""Meshes, the one table of logical axes, and what moves between devices."""

@@ -1,0 +1,103 @@
+"""The one table from logical axes to mesh axes, and the only maker of shardings.
+
+Parameters, caches and activations name their axes logically ("heads", "vocab", …); what lies over which mesh
+axis is decided here. An entry of an array's axes is a name, a name with a number of parts — `("heads", 96)`: the
+dimension is made of 96 equal pieces that may not be cut — or None for an axis that is never split.
+"""
+
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from types import TracebackType
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array
+
+from kimi_jax.parallel.mesh import MeshError
+
+Axis = str | tuple[str, int] | None
+Axes = tuple[Axis, ...]
+
+TABLE: dict[str, tuple[str, ...]] = {
+    "batch": ("data",),  # rows of the batch, of caches too
+    "heads": ("tensor",),  # attention heads, in weights, activations and states
+    "ffn": ("tensor",),  # hidden widths of the dense MLP and of the shared experts
+    "vocab": ("tensor",),  # rows of the embedding and of the head
+    "experts": ("data", "tensor"),  # routed experts lie over all devices
+}
+
+
+def partition_spec(array: str, shape: Sequence[int], axes: Axes, mesh: Mesh) -> PartitionSpec:
+    """The `PartitionSpec` of an array by the table.
+
+    **Arguments:**
+
+    - `array`: its name, for errors.
+    - `shape`, `axes`: its sizes and logical axes, one of each a dimension.
+
+    **Raises:** `MeshError` naming the array, the axis and both numbers where a size does not divide, or where one
+    mesh axis would be used twice.
+    """
+    if len(shape) != len(axes):
+        raise MeshError(f"{array} has {len(shape)} dimensions, but {len(axes)} logical axes are declared")
+    spec: list[tuple[str, ...] | str | None] = []
+    used: set[str] = set()
+    for size, axis in zip(shape, axes, strict=True):
+        name, parts = axis if isinstance(axis, tuple) else (axis, size)
+        mesh_axes = tuple(a for a in TABLE[name] if mesh.shape[a] > 1) if name is not None else ()
+        ways = math.prod(mesh.shape[a] for a in mesh_axes)
+        over = "×".join(mesh_axes)
+        if parts % ways:
+            raise MeshError(
+                f"{array}: axis {name!r} of {parts} cannot be split over mesh axis {over!r} of {ways}: "
+                f"{ways} does not divide {parts}"
+            )
+        twice = used.intersection(mesh_axes)
+        if twice:
+            raise MeshError(
+                f"{array}: mesh axis {twice.pop()!r} would split two dimensions of {tuple(shape)}"
+            )
+        used.update(mesh_axes)
+        spec.append(None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
+    return PartitionSpec(*spec)
+
+
+def array_sharding(
+    array: str, shape: Sequence[int], axes: Axes, mesh: Mesh | None
+) -> NamedSharding | SingleDeviceSharding:
+    """Where an array lies: by the table on a mesh, on the first device without one."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    return NamedSharding(mesh, partition_spec(array, shape, axes, mesh))
+
+
+_ACTIVE: ContextVar[Mesh | None] = ContextVar("kimi_jax_mesh", default=None)
+
+
+class on_mesh:  # noqa: N801 (used as a verb: `with on_mesh(mesh):`)
+    """Makes `mesh` the one that `constrain` refers to while a function is traced."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+
+    def __enter__(self) -> None:
+        self.token = _ACTIVE.set(self.mesh)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _ACTIVE.reset(self.token)
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh that the function being traced will run on."""
+    return _ACTIVE.get()
+
+
+def constrain(array: str, x: Array, axes: Axes) -> Array:
+    """`x` with its sharding fixed by the table; unchanged without a mesh."""
+    mesh = active_mesh()
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, array_sharding(array, x.shape, axes, mesh))

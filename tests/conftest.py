@@ -1,0 +1,81 @@
+"""Settings of every test: 8 CPU devices, no implicit promotion, run-time shape checks, shared models.
+
+pytest turns warnings into errors (pyproject.toml).
+"""
+
+import os
+
+# Compiling dominates the suite's time on tiny models, and most of it is LLVM's optimisation.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+from jaxtyping import install_import_hook
+
+hook = install_import_hook("kimi_jax", "beartype.beartype")
+hook.install()
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kimi_jax as kj
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("tiny-k3", "tiny-kimi-linear", "tiny-k31")
+MESHES: dict[str, dict[str, int] | None] = {
+    "one": None,
+    "data8": {"data": 8},
+    "tensor4": {"tensor": 4},
+    "data2-tensor2": {"data": 2, "tensor": 2},
+}
+
+
+def checkpoint_directory(name: str) -> Path:
+    """Directory of a tiny checkpoint; tiny-k3 is the one bundled with the package."""
+    return Path(kj.__file__).parent / "data" / name if name == "tiny-k3" else GOLDEN / name
+
+
+@cache
+def load_tiny(name: str, mesh: str = "one", dtype: str = "float32") -> kj.Model:
+    """A tiny model, loaded once a run."""
+    return kj.load_model(checkpoint_directory(name), mesh=kj.make_mesh(MESHES[mesh]), dtype=dtype)
+
+
+@cache
+def load_golden(name: str) -> dict[str, np.ndarray]:
+    """The published code's outputs for a tiny model."""
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="session")
+def tiny():  # noqa: ANN201
+    """`tiny(name, mesh="one", dtype="float32")`: a shared tiny model."""
+    return load_tiny
+
+
+@pytest.fixture(scope="session")
+def golden():  # noqa: ANN201
+    """`golden(name)`: the published code's outputs."""
+    return load_golden
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path):  # noqa: ANN201
+    """`checkpoint(name)`: a private copy of a tiny checkpoint, to be damaged."""
+    import shutil
+
+    def copy(name: str) -> Path:
+        target = tmp_path / name
+        shutil.copytree(checkpoint_directory(name), target)
+        return target
+
+    return copy
