@@ -227,9 +227,7 @@ def _read_moe(text: _Fields, outer: _Fields) -> MoEConfig:
         }
         for name, size in contracted.items():
             if size % MXFP4_GROUP:
-                raise ConfigError(
-                    f"field '{name}': MXFP4 experts need a multiple of {MXFP4_GROUP}, found {size}"
-                )
+                raise ConfigError(f"field '{name}': MXFP4 experts need a multiple of {MXFP4_GROUP}, found {size}")
     score: RouterScore = text.choice("moe_router_activation_func", get_args(RouterScore), "sigmoid")
     return MoEConfig(
         num_experts=experts,
@@ -299,9 +297,7 @@ def _read_vision(outer: _Fields) -> VisionConfig:
     vision = outer.object("vision_config")
     merge = vision.raw.get("merge_kernel_size", [2, 2])
     if merge != [2, 2]:
-        raise ConfigError(
-            f"field 'vision_config.merge_kernel_size': {merge!r} is not implemented, only [2, 2]"
-        )
+        raise ConfigError(f"field 'vision_config.merge_kernel_size': {merge!r} is not implemented, only [2, 2]")
     return VisionConfig(
         hidden_size=vision.count("vt_hidden_size"),
         attention_width=vision.count("qkv_hidden_size"),

@@ -17,8 +17,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 from jaxtyping import install_import_hook
 
-hook = install_import_hook("kimi_jax", "beartype.beartype")
-hook.install()
+install_import_hook("kimi_jax", "beartype.beartype")
 
 from functools import cache
 from pathlib import Path
@@ -57,19 +56,19 @@ def load_golden(name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def tiny():  # noqa: ANN201
+def tiny():
     """`tiny(name, mesh="one", dtype="float32")`: a shared tiny model."""
     return load_tiny
 
 
 @pytest.fixture(scope="session")
-def golden():  # noqa: ANN201
+def golden():
     """`golden(name)`: the published code's outputs."""
     return load_golden
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path):  # noqa: ANN201
+def checkpoint(tmp_path: Path):
     """`checkpoint(name)`: a private copy of a tiny checkpoint, to be damaged."""
     import shutil
 

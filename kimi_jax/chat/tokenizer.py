@@ -100,9 +100,7 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_directory(
-        cls, directory: str | PathLike[str], *, expected_vocab_size: int | None = None
-    ) -> "Tokenizer":
+    def from_directory(cls, directory: str | PathLike[str], *, expected_vocab_size: int | None = None) -> "Tokenizer":
         """Reads `tiktoken.model` and, where there is one, `tokenizer_config.json` from a model's directory.
 
         Of the config only `added_tokens_decoder` is used, which names special ids. No code is run.
@@ -226,9 +224,7 @@ class Tokenizer:
         """The name of the special token with this id; `TokenizerError` if the id is not a special one."""
         if not self.is_special(token_id):
             last = self.vocab_size - 1
-            raise TokenizerError(
-                f"token id {index(token_id)} is not in the special range {self.num_base}-{last}"
-            )
+            raise TokenizerError(f"token id {index(token_id)} is not in the special range {self.num_base}-{last}")
         return self.decode([token_id])
 
     def is_special(self, token_id: SupportsIndex) -> bool:

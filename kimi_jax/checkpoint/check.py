@@ -88,9 +88,7 @@ def _missing(
             yield f"missing tensor {name} in {', '.join(places)}{why}"
 
 
-def _extra(
-    config: ModelConfig, wanted: Mapping[str, StoredTensor], tensors: Mapping[str, TensorInfo]
-) -> Iterable[str]:
+def _extra(config: ModelConfig, wanted: Mapping[str, StoredTensor], tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
     for name, tensor in tensors.items():
         if name in wanted or is_vision(name) or _is_packed_shape(name, tensor, wanted):
             continue

@@ -96,7 +96,8 @@ class _Reader:
         self.stacked = wanted[names[0]].expert is not None
         self.read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
+    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         key = tuple(s.indices(size)[:2] for s, size in zip(index, self.shape, strict=True))
         if key not in self.read:
             self.read[key] = self._stack(index) if self.stacked else self._one(self.names[0], index)
@@ -141,7 +142,7 @@ def _compute_dtype(dtype: str | jnp.dtype) -> jnp.dtype:
     name = jnp.dtype(dtype).name if not isinstance(dtype, str) else dtype
     if name not in COMPUTE_DTYPES:
         raise ValueError(f"dtype {name!r} is not a compute dtype; use {', '.join(COMPUTE_DTYPES)}")
-    if name == "float64" and not jax.config.jax_enable_x64:
+    if name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
     return jnp.dtype(name)
 

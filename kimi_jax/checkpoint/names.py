@@ -55,9 +55,8 @@ def stored_tensors(config: ModelConfig) -> Iterator[StoredTensor]:
         dtypes = ("U8",) if dtype == "U8" else (dtype, "BF16" if dtype == "F32" else "F32")
         make = partial(StoredTensor, param=param, dtypes=dtypes)
         if is_stacked(param):
-            shapes = (declared.shape[1:],)
             for expert in range(declared.shape[0]):
-                yield make(name=stored_name(param, expert), expert=expert, shapes=shapes)
+                yield make(name=stored_name(param, expert), expert=expert, shapes=(declared.shape[1:],))
         else:
             shapes = _stored_shapes(config, param, declared.shape)
             yield make(name=stored_name(param), expert=None, shapes=shapes)

@@ -115,9 +115,7 @@ class SafetensorsFile:
         for tensor in sorted(self.tensors.values(), key=lambda t: (t.start, t.end)):
             if tensor.start != place:
                 fault = "overlaps" if tensor.start < place else "leaves a gap behind"
-                raise CheckpointError(
-                    f"{self.path}: tensor {tensor.name} {fault} the tensor before it ({last})"
-                )
+                raise CheckpointError(f"{self.path}: tensor {tensor.name} {fault} the tensor before it ({last})")
             if tensor.end > self.size:
                 raise CheckpointError(
                     f"{self.path}: truncated: tensor {tensor.name} ends at byte {tensor.end}, "
@@ -180,9 +178,7 @@ class CheckpointFiles:
         for file in self.files.values():
             for name, tensor in file.tensors.items():
                 if name in self.tensors:
-                    raise CheckpointError(
-                        f"tensor {name} is in two files: {self.tensors[name].path} and {tensor.path}"
-                    )
+                    raise CheckpointError(f"tensor {name} is in two files: {self.tensors[name].path} and {tensor.path}")
                 self.tensors[name] = tensor
         if weight_map is not None:
             self._check_index(weight_map)

@@ -73,9 +73,7 @@ def check_batch(model: Model, batch: int) -> None:
     """Refuses a batch that the mesh's `data` axis does not divide."""
     data = axis_size(model.mesh, "data")
     if batch < 1 or batch % data:
-        raise MeshError(
-            f"a batch of {batch} cannot be split over mesh axis 'data' of {data}: pad it to a multiple"
-        )
+        raise MeshError(f"a batch of {batch} cannot be split over mesh axis 'data' of {data}: pad it to a multiple")
 
 
 def pad_tokens(tokens: np.ndarray) -> np.ndarray:
@@ -87,9 +85,7 @@ def _integers(name: str, values: ArrayLike) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError:
-        raise ValueError(
-            f"{name} must be rectangular: pad the rows on the right and give their lengths"
-        ) from None
+        raise ValueError(f"{name} must be rectangular: pad the rows on the right and give their lengths") from None
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int32)  # an empty list
     if not np.issubdtype(array.dtype, np.integer):

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from kimi_jax.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
-from kimi_jax.model.cache import Cache, MLACache, cache_layout
+from kimi_jax.model.cache import Cache, cache_layout
 from kimi_jax.model.model import Model, ModelSpec
 from kimi_jax.parallel.sharding import array_sharding
 
@@ -42,9 +42,7 @@ def init_cache(model: Model, batch: int, max_len: int) -> Cache:
     if not 1 <= max_len <= limit:
         raise ValueError(f"max_len must lie between 1 and the model's {limit} positions, found {max_len}")
     layout, shardings = cache_placement(model.spec, batch, max_len)
-    make = jax.jit(
-        partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), layout), out_shardings=shardings
-    )
+    make = jax.jit(partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), layout), out_shardings=shardings)
     identity = jax.device_put(np.asarray(model.identity, np.uint32), shardings.identity)
     return replace(make(), identity=identity)
 
@@ -164,13 +162,7 @@ def _grows(name: str) -> bool:
 
 
 def _cut(cache: Cache, length: int) -> Cache:
-    layers = tuple(
-        MLACache(*(None if x is None else x[:, :length] for x in (layer.latents, layer.index_keys)))
-        if isinstance(layer, MLACache)
-        else layer
-        for layer in cache.layers
-    )
-    return replace(cache, layers=layers)
+    return _map_named(lambda name, x: x[:, :length] if _grows(name) else x, cache)
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -193,5 +185,5 @@ def _checksum(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(arrays.items()):
         digest.update(f"{name} {x.shape} {x.dtype.name}".encode())
-        digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -32,9 +32,7 @@ SCORE_PIECE = 128
 """Tokens whose logits exist at the same time in `score`."""
 
 
-def prefill(
-    model: Model, tokens: ArrayLike, lengths: ArrayLike, cache: Cache
-) -> tuple[Float[Array, "B W"], Cache]:
+def prefill(model: Model, tokens: ArrayLike, lengths: ArrayLike, cache: Cache) -> tuple[Float[Array, "B W"], Cache]:
     """Adds tokens to the cache; may be called again with the next piece of a prompt, of any length.
 
     **Arguments:**
@@ -125,12 +123,11 @@ def trace(model: Model, tokens: ArrayLike) -> Trace:
     out: Output = _run(model.spec, model.params, pad_tokens(array), counts)
     seen = [jax.tree.map(lambda x: x[:, : array.shape[1]], layer) for layer in out.traces]
     kda = [cache if isinstance(cache, KDACache) else None for cache in out.caches]
+    tails = [None if cache is None else cache.conv_tail for cache in kda]
     return Trace(
         **{name: tuple(getattr(layer, name) for layer in seen) for name in seen[0]._fields},
-        kda_state=tuple(cache and cache.state for cache in kda),
-        conv_state=tuple(
-            cache and cache.conv_tail.reshape((*cache.conv_tail.shape[:2], -1)) for cache in kda
-        ),
+        kda_state=tuple(None if cache is None else cache.state for cache in kda),
+        conv_state=tuple(None if tail is None else tail.reshape((*tail.shape[:2], -1)) for tail in tails),
         final_hidden=out.final_hidden[:, : array.shape[1]],
     )
 

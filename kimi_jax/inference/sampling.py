@@ -51,7 +51,7 @@ class Sampler:
     rows: tuple[Sampling, ...]
 
     def __call__(
-        self, logits: Float[Array, "B W"], positions: Int[np.ndarray, " B"]
+        self, logits: Float[Array | np.ndarray, "B W"], positions: Int[np.ndarray, " B"]
     ) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
         """Draws one token a row.
 
@@ -86,9 +86,7 @@ def make_sampler(sampling: Sampling | Sequence[Sampling] | None, prompts: int, b
     else:
         rows = list(sampling)
         if len(rows) != prompts:
-            raise ValueError(
-                f"{len(rows)} sampling settings for {prompts} prompts: give one, or one a prompt"
-            )
+            raise ValueError(f"{len(rows)} sampling settings for {prompts} prompts: give one, or one a prompt")
     return Sampler((*rows, *[Sampling()] * (batch - prompts)))
 
 
@@ -102,7 +100,7 @@ def _result(logits: Array, token: Array) -> tuple[Array, Array, Array]:
 
 
 @jax.jit
-def _greedy(logits: Array) -> tuple[Array, Array, Array]:
+def _greedy(logits: Float[Array, "B W"]) -> tuple[Array, Array, Array]:
     return _result(logits, jnp.argmax(logits, axis=-1))
 
 
@@ -116,9 +114,7 @@ def _draw(
     top_p: Array,
     min_p: Array,
 ) -> tuple[Array, Array, Array]:
-    token = jax.vmap(_draw_row)(
-        logits.astype(jnp.float32), positions, seeds, temperature, top_k, top_p, min_p
-    )
+    token = jax.vmap(_draw_row)(logits.astype(jnp.float32), positions, seeds, temperature, top_k, top_p, min_p)
     return _result(logits, token)
 
 

@@ -1,14 +1,18 @@
 """The functional cache: everything a sequence leaves behind, in one pytree."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.ops.norms import wide_dtype
 from kimi_jax.parallel.sharding import Axes
+
+Leaf = Any
+"""A `jax.Array`; in a layout the `jax.ShapeDtypeStruct` or the sharding that belongs in its place."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +24,8 @@ class KDACache:
     - `conv_tail`: `[B, taps - 1, 3, N·K]`, oldest first; the axis of 3 is q, k, v. In the compute dtype.
     """
 
-    state: Float[Array, "B N K V"]
-    conv_tail: Float[Array, "B past three NK"]
+    state: Leaf
+    conv_tail: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +37,8 @@ class MLACache:
     - `index_keys`: `[B, S, K]` of the layers with an indexer, otherwise None.
     """
 
-    latents: Float[Array, "B S CR"]
-    index_keys: Float[Array, "B S K"] | None
+    latents: Leaf
+    index_keys: Leaf
 
 
 LayerCache = KDACache | MLACache
@@ -55,8 +59,8 @@ class Cache:
     """
 
     layers: tuple[LayerCache, ...]
-    lengths: Int[Array, " B"]
-    identity: UInt32[Array, "four"]
+    lengths: Leaf
+    identity: Leaf
     max_len: int = field(metadata={"static": True})
 
     @property
@@ -65,9 +69,7 @@ class Cache:
         return self.lengths.shape[0]
 
 
-def cache_layout(
-    config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int
-) -> tuple[Cache, dict[str, Axes]]:
+def cache_layout(config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int) -> tuple[Cache, dict[str, Axes]]:
     """Shapes, dtypes and logical axes of a cache, nothing allocated.
 
     **Returns:** a `Cache` of `jax.ShapeDtypeStruct`, and the axes of its arrays by field name.

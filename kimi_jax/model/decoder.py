@@ -1,6 +1,6 @@
 """One decoder layer, and what it lets an observer see."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -39,10 +39,11 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         width, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = Norm(width, eps)
-        if config.layer_kinds[number] == "kda":
-            self.self_attn = KimiDeltaAttention(config)
-        else:
-            self.self_attn = MultiHeadLatentAttention(config, config.has_indexer(number))
+        self.self_attn: Any = (
+            KimiDeltaAttention(config)
+            if config.layer_kinds[number] == "kda"
+            else MultiHeadLatentAttention(config, config.has_indexer(number))
+        )
         self.post_attention_layernorm = Norm(width, eps)
         if config.has_experts(number):
             self.block_sparse_moe = LatentMoE(config)
@@ -73,15 +74,14 @@ class DecoderLayer(nnx.Module):
         - `choice`: expert numbers to use in place of the router's own choice.
         """
         block = self.config.attn_res_block_size
-        mixes = block is not None
-        h = self._mix(prefix, bank, "self_attention") if mixes and bank else prefix
-        starts_block = mixes and self.number % block == 0
+        h = self._mix(prefix, bank, "self_attention") if bank else prefix
+        starts_block = block is not None and self.number % block == 0
         if starts_block:
             bank = (*bank, prefix)
         attn_in = self.input_layernorm(h)
         attn_out, cache = self.self_attn(attn_in, call, cache)
         prefix = attn_out if starts_block else prefix + attn_out
-        h = self._mix(prefix, bank, "mlp") if mixes else prefix
+        h = prefix if block is None else self._mix(prefix, bank, "mlp")
         mlp_in = self.post_attention_layernorm(h)
         index = weight = None
         if self.config.has_experts(self.number):
@@ -93,6 +93,4 @@ class DecoderLayer(nnx.Module):
 
     def _mix(self, prefix: Array, bank: Bank, part: str) -> Array:
         proj = getattr(self, f"{part}_res_proj").weight[...][0]
-        return mix_residuals(
-            prefix, bank, proj, getattr(self, f"{part}_res_norm").weight[...], self.config.norm_eps
-        )
+        return mix_residuals(prefix, bank, proj, getattr(self, f"{part}_res_norm").weight[...], self.config.norm_eps)

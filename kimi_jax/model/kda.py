@@ -84,7 +84,7 @@ class KimiDeltaAttention(nnx.Module):
 
         q, k, v = l2_normalize(q) * width**-0.5, l2_normalize(k), at_least_float32(v)
         if x.shape[1] == 1:
-            out, state = kda_step(*(y[:, 0] for y in (q, k, v, g, beta)), cache.state)
+            out, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
             out = out[:, None]
         else:
             out, state = kda_chunked(q, k, v, g, beta, cache.state)

@@ -29,6 +29,7 @@ class Linear(nnx.Module):
         self.weight = parameter((out, into), axes)
 
     def __call__(self, x: Float[Array, "*lead I"]) -> Float[Array, "*lead O"]:
+        """`x` times the transpose of `weight`, in the dtype of `x`."""
         return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
 
 
@@ -40,6 +41,7 @@ class Norm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        """See `kimi_jax.ops.norms.rms_norm`."""
         return rms_norm(x, self.weight[...], self.eps)
 
 
@@ -50,6 +52,7 @@ class Embedding(nnx.Module):
         self.weight = parameter((config.vocab_size, config.hidden_size), ("vocab", None))
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+        """The tokens' rows in `dtype`."""
         rows = jnp.take(self.weight[...], tokens, axis=0, mode="clip").astype(dtype)
         return constrain("embedding", rows, ("batch", None, None))
 
@@ -72,5 +75,6 @@ class MLP(nnx.Module):
         self.config = config
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The MLP of each token."""
         hidden = gated_activation(self.config)(self.gate_proj(x), self.up_proj(x))
         return self.down_proj(constrain("mlp hidden", hidden, ("batch", None, "ffn")))

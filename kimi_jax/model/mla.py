@@ -27,6 +27,7 @@ class KeyNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T K"]) -> Float[Array, "B T K"]:
+        """See `kimi_jax.ops.norms.layer_norm`."""
         bias = self.bias[...] if hasattr(self, "bias") else None
         return layer_norm(x, self.weight[...], bias, self.eps)
 
@@ -96,16 +97,17 @@ class MultiHeadLatentAttention(nnx.Module):
         entry = self.kv_a_proj_with_mqa(x)
         c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
         latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
-        index_keys = self.indexer.keys(x) if self.has_indexer else None
         if cache is not None:
             latents = write_rows(cache.latents, latents, call.positions, call.real)
-            if index_keys is not None:
-                index_keys = write_rows(cache.index_keys, index_keys, call.positions, call.real)
+        index_keys = None
 
         kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         entries = latents.astype(x.dtype)
-        if self.has_indexer:
+        if self.has_indexer and q_latent is not None:
+            index_keys = self.indexer.keys(x)
+            if cache is not None:
+                index_keys = write_rows(cache.index_keys, index_keys, call.positions, call.real)
             index_q, weight = self.indexer.queries(q_latent), self.indexer.weights_proj(x)
             out = indexed_attention(
                 q, entries, w_key, w_value, index_q, index_keys.astype(x.dtype), weight,

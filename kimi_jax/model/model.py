@@ -1,7 +1,7 @@
 """The loaded model: configuration, mesh, and parameters as plain nested dicts, split from the modules once."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.decoder import DecoderLayer
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel.sharding import Axes
 
@@ -88,7 +89,7 @@ class Model:
         return self.spec.module(self.params)
 
     @property
-    def layers(self) -> nnx.List:
+    def layers(self) -> Sequence[DecoderLayer]:
         """The decoder layers of `module`."""
         return self.module.layers
 
@@ -155,9 +156,7 @@ def _as_state(params: Params) -> nnx.State:
     def convert(tree: Mapping[str, Any]) -> dict[Any, Any]:
         # Lists of modules have numbers for keys in nnx, names in a checkpoint.
         return {
-            int(key) if key.isdecimal() else key: convert(value)
-            if isinstance(value, Mapping)
-            else nnx.Param(value)
+            int(key) if key.isdecimal() else key: convert(value) if isinstance(value, Mapping) else nnx.Param(value)
             for key, value in tree.items()
         }
 

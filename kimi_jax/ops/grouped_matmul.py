@@ -75,17 +75,13 @@ def grouped_matmul(
         first = shift[expert] + t * tile
         # A slice that would reach past the end starts earlier: JAX would shift it silently, so shift it here.
         start = jnp.minimum(first, total - tile)
-        product = (
-            jax.lax.dynamic_slice_in_dim(rows, start, tile) @ expert_matrix(weights, expert, rows.dtype).T
-        )
+        product = jax.lax.dynamic_slice_in_dim(rows, start, tile) @ expert_matrix(weights, expert, rows.dtype).T
         number = start + jnp.arange(tile)
         own = ((number >= first) & (number < ends[expert]))[:, None]
         kept = jax.lax.dynamic_slice_in_dim(out, start, tile)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, kept), start, axis=0)
 
-    return jax.lax.fori_loop(
-        0, last_tiles[-1], one_tile, jnp.zeros((total, output_width(weights)), rows.dtype)
-    )
+    return jax.lax.fori_loop(0, last_tiles[-1], one_tile, jnp.zeros((total, output_width(weights)), rows.dtype))
 
 
 def _tile_rows(rows: int, experts: int) -> int:

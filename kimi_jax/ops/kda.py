@@ -90,7 +90,8 @@ def kda_recurrent(
     """Token after token with `kda_step`: the plain reference of `kda_chunked`."""
 
     def step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        out, state = kda_step(*inputs, state)
+        q, k, v, g, beta = inputs
+        out, state = kda_step(q, k, v, g, beta, state)
         return state, out
 
     inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
@@ -126,7 +127,7 @@ def kda_chunked(
 
     def split(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape((batch, chunks, chunk) + x.shape[2:])
+        x = x.reshape((batch, chunks, chunk, *x.shape[2:]))
         return jnp.moveaxis(x, (1, 3), (0, 2))  # [chunks, B, N, chunk, ...]
 
     state, out = jax.lax.scan(_chunk_step, state, tuple(split(x) for x in (q, k, v, g, beta)))

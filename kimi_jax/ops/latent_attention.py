@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ops.norms import wide_dtype
 
-
 KEY_BLOCK = 256
 """Cached positions handled at a time."""
 

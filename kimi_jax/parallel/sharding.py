@@ -55,9 +55,7 @@ def partition_spec(array: str, shape: Sequence[int], axes: Axes, mesh: Mesh) -> 
             )
         twice = used.intersection(mesh_axes)
         if twice:
-            raise MeshError(
-                f"{array}: mesh axis {twice.pop()!r} would split two dimensions of {tuple(shape)}"
-            )
+            raise MeshError(f"{array}: mesh axis {twice.pop()!r} would split two dimensions of {tuple(shape)}")
         used.update(mesh_axes)
         spec.append(None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
     return PartitionSpec(*spec)

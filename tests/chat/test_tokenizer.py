@@ -158,9 +158,7 @@ def test_the_256_slots_are_all_special_and_nothing_else_is(tokenizer, learned):
 
 def test_config_names_special_slots_and_leftovers_outside_are_ignored(tmp_path, learned):
     write(tmp_path / "tiktoken.model", learned)
-    names_file(
-        tmp_path, {456 + 100: "<|mine|>", 456 + 9: "[renamed]", 712: "<|im_end|>", 718: "<|x|>", 70: "low"}
-    )
+    names_file(tmp_path, {456 + 100: "<|mine|>", 456 + 9: "[renamed]", 712: "<|im_end|>", 718: "<|x|>", 70: "low"})
     tokenizer = Tokenizer.from_directory(tmp_path, expected_vocab_size=712)
     assert tokenizer.special_id("<|mine|>") == 556
     assert tokenizer.special_name(465) == "[renamed]"
@@ -288,9 +286,7 @@ def test_missing_file_and_directory_in_its_place_are_named(tmp_path):
 
 def test_every_single_byte_must_have_a_token(tmp_path):
     path = write(tmp_path / "m", BYTES[:200])
-    with pytest.raises(
-        TokenizerError, match=r"m: 56 of the 256 single bytes have no token, first 0xc8.*line 200"
-    ):
+    with pytest.raises(TokenizerError, match=r"m: 56 of the 256 single bytes have no token, first 0xc8.*line 200"):
         Tokenizer.from_file(path)
 
 
@@ -458,9 +454,7 @@ def test_content_never_holds_a_special_id(tokenizer):
     content = tokenizer.encode(MARKERS)
     assert max(content) < tokenizer.num_base
     assert tokenizer.decode(content) == MARKERS
-    everything = " ".join(
-        tokenizer.special_name(id) for id in range(tokenizer.num_base, tokenizer.vocab_size)
-    )
+    everything = " ".join(tokenizer.special_name(id) for id in range(tokenizer.num_base, tokenizer.vocab_size))
     assert max(tokenizer.encode(everything)) < tokenizer.num_base
 
 
@@ -498,9 +492,7 @@ MIXED = st.text(
     ),
     max_size=40,
 )
-WITH_MARKERS = st.lists(
-    st.one_of(MIXED, st.sampled_from(["<|open|>", "<|sep|>", "[BOS]", "<|reserved_token_463|>"]))
-)
+WITH_MARKERS = st.lists(st.one_of(MIXED, st.sampled_from(["<|open|>", "<|sep|>", "[BOS]", "<|reserved_token_463|>"])))
 
 
 @settings(deadline=None, max_examples=200)
