@@ -5,8 +5,6 @@ pytest turns warnings into errors (pyproject.toml).
 
 import os
 
-# Compiling dominates the suite's time on tiny models, and most of it is LLVM's optimisation.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -58,6 +56,7 @@ def load_golden(name: str) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="session")
 def tiny():
     """`tiny(name, mesh="one", dtype="float32")`: a shared tiny model."""
+    load_tiny.directory = checkpoint_directory
     return load_tiny
 
 

@@ -58,11 +58,12 @@ def stored_tensors(config: ModelConfig) -> Iterator[StoredTensor]:
             for expert in range(declared.shape[0]):
                 yield make(name=stored_name(param, expert), expert=expert, shapes=(declared.shape[1:],))
         else:
-            shapes = _stored_shapes(config, param, declared.shape)
+            shapes = stored_shapes(config, param, declared.shape)
             yield make(name=stored_name(param), expert=None, shapes=shapes)
 
 
-def _stored_shapes(config: ModelConfig, param: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def stored_shapes(config: ModelConfig, param: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Shapes that a parameter which stacks nothing may have in a checkpoint, the published one first."""
     if param.endswith(".A_log"):
         # One number a head; K3 pads it with zeros to the head width, Kimi-Linear keeps the axes it broadcasts to.
         (heads,) = shape

@@ -16,6 +16,9 @@ from kimi_jax.parallel.mesh import axis_size
 PREFILL_PIECE = 2048
 """A longer prompt is prefilled in pieces of this many tokens, so that memory does not grow with it."""
 
+SMALLEST_CACHE = 128
+"""Tokens that a row can hold at least, so that short prompts share compiled functions."""
+
 OnToken = Callable[[int, int], None]
 """Called with the prompt's number and a new token id as soon as it is known."""
 
@@ -91,7 +94,7 @@ def generate(
     for i, row in enumerate(rows):
         tokens[i, : len(row.prompt)] = row.prompt
     # Sizes of the cache are rounded up too: they are part of what is compiled.
-    capacity = min(bucket(longest + max_new_tokens), model.config.max_positions)
+    capacity = min(bucket(max(longest + max_new_tokens, SMALLEST_CACHE)), model.config.max_positions)
     cache = init_cache(model, batch, capacity)
     logits = np.zeros((batch, model.config.vocab_size), np.float32)
     for start in range(0, longest, PREFILL_PIECE):

@@ -1,0 +1,29 @@
+# make demo, make test: each makes .venv and installs what it needs, from nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+
+.venv/demo: pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/test: pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@ .venv/demo
+
+demo: .venv/demo
+	$(BIN)/kimi-jax demo
+
+check: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest --numprocesses 2
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""The `kimi-jax` command: one module a subcommand, a dataclass for its options."""

@@ -1,0 +1,109 @@
+"""`kimi-jax demo`: the bundled tiny K3 from its files to generated tokens, on 8 devices, checked."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from kimi_jax.checkpoint.load import load_model
+from kimi_jax.cli.output import CommandError, byte_progress, console, print_table
+from kimi_jax.inference.caches import init_cache
+from kimi_jax.inference.functions import decode, prefill
+from kimi_jax.inference.generate import generate
+from kimi_jax.model.model import Model, flatten
+from kimi_jax.parallel.mesh import make_mesh
+
+SHOWN = (
+    "embed_tokens.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.A_log",
+    "layers.3.self_attn.kv_b_proj.weight",
+    "layers.3.block_sparse_moe.experts.w1.weight_packed",
+    "layers.3.block_sparse_moe.experts.w1.weight_scale",
+    "layers.3.block_sparse_moe.shared_experts.up_proj.weight",
+    "lm_head.weight",
+)
+"""Parameters whose sharding is printed: one of each sort."""
+
+ROWS, CAPACITY = 8, 128
+"""Rows of the batch, and tokens that each can hold: one compilation serves timing and generation."""
+
+
+def bundled_checkpoint() -> Path:
+    """Directory of the tiny K3 checkpoint that comes with the package."""
+    return Path(__file__).parents[1] / "data" / "tiny-k3"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Load the bundled 9-layer K3 checkpoint (real layout, random weights) onto a data=2 × tensor=4 mesh, show how it
+    lies there, prefill, decode, and check the generated ids against those of the published code.
+
+    The weights are random: the ids are exact, and mean nothing.
+    """
+
+    max_new_tokens: int = 24
+    """Tokens to generate, at most the 24 that the published code generated."""
+
+    def run(self) -> None:
+        """Runs the demonstration; fails where an id differs."""
+        out = console()
+        expected = json.loads((bundled_checkpoint() / "continuation.json").read_text())
+        jax.config.update("jax_num_cpu_devices", 8)
+        mesh = make_mesh({"data": 2, "tensor": 4} if len(jax.devices()) >= 8 else {"data": 1})
+        assert mesh is not None
+        started = time.perf_counter()
+        with byte_progress("loading") as progress:
+            model = load_model(bundled_checkpoint(), mesh=mesh, dtype="float32", progress=progress)
+        seconds = time.perf_counter() - started
+        device = jax.devices()[0]
+        out.print(
+            f"Loaded {bundled_checkpoint()}\nonto {mesh.size} × {device.device_kind}, mesh {dict(mesh.shape)}, ", end=""
+        )
+        out.print(f"in {seconds:.2f} s: {model.config.num_layers} layers, experts packed in MXFP4.\n")
+        columns = ("parameter", "shape", "dtype", "over", "a device holds")
+        print_table(out, "What lies where", columns, _placement(model))
+        out.print("Compiling prefill and decode … ", end="")
+        started = time.perf_counter()
+        _rates(model, expected["prompt_ids"])
+        out.print(f"{time.perf_counter() - started:.0f} s")
+        prefill_rate, decode_rate = _rates(model, expected["prompt_ids"])
+        out.print(f"Prefill {prefill_rate:,.0f} tokens/s, decode {decode_rate:,.0f} tokens/s ({ROWS} rows).\n")
+        count = min(self.max_new_tokens, len(expected["new_ids"]))
+        out.print(f"Prompt    {expected['prompt_ids']}", soft_wrap=True)
+        rows = generate(model, [expected["prompt_ids"]] * ROWS, max_new_tokens=count, stop_ids=[])
+        out.print(f"Generated {rows[0]}", soft_wrap=True)
+        if any(row != expected["new_ids"][:count] for row in rows):
+            raise CommandError(f"the published code continues {expected['new_ids'][:count]}")
+        out.print(f"These are the {count} ids that the published PyTorch code generates.")
+
+
+def _placement(model: Model) -> list[tuple[str, ...]]:
+    params = dict(flatten(model.params))
+    rows: list[tuple[str, ...]] = []
+    for name in SHOWN:
+        array = params[name]
+        over = array.sharding.spec if isinstance(array.sharding, NamedSharding) else ()
+        axes = ", ".join("–" if axis is None else "×".join(axis) if isinstance(axis, tuple) else axis for axis in over)
+        held = array.sharding.shard_shape(array.shape)
+        rows.append((name, str(list(array.shape)), array.dtype.name, axes, str(list(held))))
+    return rows
+
+
+def _rates(model: Model, prompt: list[int], steps: int = 16) -> tuple[float, float]:
+    """Tokens a second of one prefill and of `steps` decode steps, `ROWS` rows."""
+    tokens = np.tile(np.asarray(prompt, np.int32), (ROWS, 1))
+    cache = init_cache(model, ROWS, CAPACITY)
+    started = time.perf_counter()
+    logits, cache = prefill(model, tokens, [len(prompt)] * ROWS, cache)
+    jax.block_until_ready(logits)
+    prefilled = time.perf_counter()
+    for _ in range(steps):
+        logits, cache = decode(model, np.argmax(np.asarray(logits), axis=-1), cache)
+    jax.block_until_ready(logits)
+    ended = time.perf_counter()
+    return tokens.size / (prefilled - started), ROWS * steps / (ended - prefilled)

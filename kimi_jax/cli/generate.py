@@ -1,0 +1,122 @@
+"""`kimi-jax generate`: continue one prompt."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+
+from kimi_jax.chat.tokenizer import Tokenizer
+from kimi_jax.checkpoint.load import load_model
+from kimi_jax.cli.output import CommandError, UsageError, byte_progress
+from kimi_jax.inference.generate import generate
+from kimi_jax.inference.sampling import Sampling
+from kimi_jax.model.model import Model
+from kimi_jax.parallel.mesh import MeshError, make_mesh, parse_mesh
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Load a checkpoint and continue one prompt; new text (or ids) goes to standard output as it comes."""
+
+    directory: tyro.conf.Positional[Path]
+    """A Hugging Face checkpoint directory."""
+    prompt: str | None = None
+    """The prompt as text; needs tiktoken.model in the directory. Control tokens in it stay text."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt as token ids, in place of --prompt."""
+    mesh: str = "none"
+    """Devices by axis, e.g. data=2,tensor=4; none is one device. On a machine without accelerators that many CPU
+    devices are made."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the computation."""
+    max_new_tokens: int = 64
+    """Bound on the new tokens."""
+    temperature: float = 0.0
+    """0 takes the most likely token; K3 is meant to run at 1."""
+    top_k: int | None = None
+    """Keep this many of the most likely tokens."""
+    top_p: float | None = None
+    """Keep the fewest tokens whose probabilities sum to at least this (K3: 0.95)."""
+    min_p: float | None = None
+    """Keep tokens at least this many times as likely as the most likely one."""
+    seed: int = 0
+    """Randomness; the same seed gives the same tokens."""
+    stop_ids: tuple[int, ...] | None = None
+    """Ids that end the text; by default those of the configuration and generation configuration."""
+    json: bool = False
+    """Print one JSON object with ids, text, log-probabilities and the reason of the end instead."""
+
+    def run(self) -> None:
+        """Loads, generates, prints."""
+        if (self.prompt is None) == (not self.prompt_ids):
+            raise UsageError("give the prompt once: --prompt TEXT or --prompt-ids ID ID …")
+        try:
+            shape = parse_mesh(self.mesh)
+            sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if shape is not None:
+            # Only the CPU backend reads this, and only before it starts.
+            jax.config.update("jax_num_cpu_devices", max(1, math.prod(shape.values())))
+        try:
+            mesh = make_mesh(shape)
+        except MeshError as error:
+            raise UsageError(str(error)) from None
+        tokenizer = self._tokenizer()
+        with byte_progress("loading") as progress:
+            model = load_model(self.directory, mesh=mesh, dtype=self.dtype, progress=progress)
+        prompt = list(self.prompt_ids) if self.prompt is None else tokenizer.encode(self.prompt)  # type: ignore[union-attr]
+        self._generate(model, tokenizer, prompt, sampling)
+
+    def _tokenizer(self) -> Tokenizer | None:
+        if not (self.directory / "tiktoken.model").is_file():
+            if self.prompt is not None:
+                raise UsageError(f"--prompt needs {self.directory / 'tiktoken.model'}; use --prompt-ids")
+            return None
+        return Tokenizer.from_directory(self.directory)
+
+    def _generate(self, model: Model, tokenizer: Tokenizer | None, prompt: list[int], sampling: Sampling) -> None:
+        decoder = tokenizer.incremental_decoder() if tokenizer else None
+        times: list[float] = []
+
+        def on_token(_: int, token: int) -> None:
+            times.append(time.perf_counter())
+            if not self.json:
+                _emit(f"{token} " if decoder is None else decoder.push(token))
+
+        try:
+            out = generate(
+                model, [prompt], self.max_new_tokens, sampling, self.stop_ids, logprobs=True, on_token=on_token
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if self.json:
+            assert out.logprobs is not None
+            text = None if tokenizer is None else tokenizer.decode(out[0])
+            report = {
+                "prompt_ids": prompt,
+                "ids": out[0],
+                "text": text,
+                "logprobs": out.logprobs[0],
+                "finish_reason": out.finish_reasons[0],
+                "error": out.errors[0],
+            }
+            print(json.dumps(report, ensure_ascii=False))
+        else:
+            _emit(("" if decoder is None else decoder.flush()) + "\n")
+        if out.errors[0] is not None:
+            raise CommandError(out.errors[0])
+        if len(times) > 2:
+            rate = (len(times) - 2) / (times[-1] - times[1])  # the first step compiles
+            print(f"{len(out[0])} tokens ({out.finish_reasons[0]}), {rate:.1f} tokens/s", file=sys.stderr)
+
+
+def _emit(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,136 @@
+"""`kimi-jax inspect`: what a configuration amounts to, and whether a checkpoint is what it should be."""
+
+import gzip
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from kimi_jax.checkpoint.check import NameReport, check_tensors, compare_names, resolve_indexer
+from kimi_jax.checkpoint.safetensors_file import CheckpointError, CheckpointFiles, read_index
+from kimi_jax.cli.output import CommandError, UsageError, console, print_table
+from kimi_jax.config import ConfigError, ModelConfig, find_config
+from kimi_jax.planning.accounting import Account, account
+
+_MOST_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Count layers, parameters and bytes from a configuration; compare a checkpoint or its index with it.
+
+    Exit code 1 where the checkpoint or the index is not what the configuration asks for.
+    """
+
+    source: tyro.conf.Positional[str]
+    """A checkpoint directory, a config.json, or a shipped name such as kimi-k3."""
+    index: Path | None = None
+    """A model.safetensors.index.json (or .gz) whose names are compared with the configuration."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def run(self) -> None:
+        """Prints the account and what was compared."""
+        try:
+            path = find_config(self.source)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
+        config = ModelConfig.from_file(path)
+        checkpoint, fault = None, None
+        if Path(self.source).is_dir():
+            try:
+                files = CheckpointFiles(Path(self.source))
+                config = resolve_indexer(config, files.tensors)
+                checkpoint = _compare_files(config, files)
+                check_tensors(config, files.tensors)
+            except CheckpointError as error:
+                fault = str(error)
+        counted = account(config)
+        index = None if self.index is None else _compare_index(config, counted, self.index)
+        if self.json:
+            print(json.dumps(_as_json(config, counted, checkpoint, fault, index), indent=2))
+        else:
+            _print(console(), config, counted, checkpoint, index)
+        if fault is not None:
+            raise CommandError(fault)
+        if index is not None and (index["missing"] or index["extra"]):
+            raise CommandError(f"{self.index}: {len(index['missing'])} names missing, {len(index['extra'])} extra")
+
+
+def _compare_files(config: ModelConfig, files: CheckpointFiles) -> dict[str, Any]:
+    sizes = [tensor.end - tensor.start for tensor in files.tensors.values()]
+    return {"files": len(files.files), "bytes": sum(sizes), **_report(compare_names(config, files.tensors))}
+
+
+def _compare_index(config: ModelConfig, counted: Account, path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {error}") from None
+    names = read_index(path, text)
+    total = json.loads(text).get("metadata", {}).get("total_size")
+    report = _report(compare_names(config, names))
+    return {"names": len(names), "total_size": total, "expected_size": counted.checkpoint_bytes, **report}
+
+
+def _report(report: NameReport) -> dict[str, Any]:
+    return {"matched": report.matched, "missing": list(report.missing), "extra": list(report.extra)}
+
+
+def _as_json(
+    config: ModelConfig,
+    counted: Account,
+    checkpoint: dict[str, Any] | None,
+    fault: str | None,
+    index: dict[str, Any] | None,
+) -> dict[str, Any]:
+    totals = {"text_parameters": counted.text_parameters, "checkpoint_bytes": counted.checkpoint_bytes}
+    return {
+        "architecture": config.architecture,
+        "num_layers": config.num_layers,
+        **asdict(counted),
+        **totals,
+        "checkpoint": checkpoint,
+        "fault": fault,
+        "index": index,
+    }
+
+
+def _print(
+    out: Console,
+    config: ModelConfig,
+    counted: Account,
+    checkpoint: dict[str, Any] | None,
+    index: dict[str, Any] | None,
+) -> None:
+    print_table(
+        out, f"{config.architecture}: {config.num_layers} layers", ("kind", "layers"), [*counted.layers.items()]
+    )
+    parameters = [*counted.parameters.items(), ("text", counted.text_parameters)]
+    if counted.vision_parameters:
+        both = counted.text_parameters + counted.vision_parameters
+        parameters += [("vision tower and projector", counted.vision_parameters), ("text and vision", both)]
+    parameters.append(("active a token", counted.active_parameters))
+    print_table(out, "Parameters", ("component", "numbers"), parameters)
+    sizes = [(component, dtype, size) for component, by in counted.bytes.items() for dtype, size in by.items()]
+    sizes.append(("checkpoint", "", counted.checkpoint_bytes))
+    print_table(out, "Checkpoint bytes", ("component", "dtype", "bytes"), sizes)
+    memory = [
+        ("cache, a token (bfloat16)", counted.cache_bytes_per_token),
+        ("KDA states, a sequence (float32)", counted.state_bytes),
+        ("convolution inputs, a sequence (bfloat16)", counted.conv_bytes),
+    ]
+    print_table(out, "Memory of a conversation", ("what", "bytes"), memory)
+    for title, found in (("Checkpoint directory", checkpoint), ("Index", index)):
+        if found is not None:
+            rows = [(key, value) for key, value in found.items() if isinstance(value, int)]
+            rows += [(key, len(found[key])) for key in ("missing", "extra")]
+            print_table(out, title, ("what", "count"), rows)
+            for key in ("missing", "extra"):
+                for name in found[key][:_MOST_NAMES]:
+                    out.print(f"{key}: {name}", soft_wrap=True)

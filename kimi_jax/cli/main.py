@@ -1,0 +1,51 @@
+"""Entry point of `kimi-jax`. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from kimi_jax import __version__
+from kimi_jax.chat.tokenizer import TokenizerError
+from kimi_jax.checkpoint.safetensors_file import CheckpointError
+from kimi_jax.cli.demo import Demo
+from kimi_jax.cli.generate import Generate
+from kimi_jax.cli.inspect import Inspect
+from kimi_jax.cli.output import CommandError, UsageError, complain
+from kimi_jax.config import ConfigError
+from kimi_jax.parallel.mesh import MeshError
+
+Command = (
+    Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; wrong options end with `SystemExit(2)`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(__version__)
+        return 0
+    command = tyro.cli(
+        Command,
+        prog="kimi-jax",
+        description="Kimi K3, K3.1 Pro and Kimi-Linear in JAX.",
+        args=list(arguments) or ["--help"],
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    try:
+        command.run()
+    except UsageError as error:
+        return complain(str(error), 2)
+    except (CommandError, ConfigError, CheckpointError, MeshError, TokenizerError, OSError) as error:
+        return complain(str(error), 1)
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Arithmetic about models and machines, without either: counts, bytes, what fits."""
