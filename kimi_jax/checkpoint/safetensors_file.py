@@ -9,7 +9,7 @@ import math
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +78,13 @@ class SafetensorsFile:
                 )
             raw = file.read(length)
         try:
-            header = json.loads(raw, object_pairs_hook=self._unique)
+            header = json.loads(raw, object_pairs_hook=partial(_unrepeated, path))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: the header is not JSON: {error}") from None
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         base = 8 + length
         self.tensors = {name: self._entry(name, entry, base) for name, entry in header.items()}
         self._check_layout(base)
-
-    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{self.path}: tensor {twice} is listed twice in the header")
-        return found
 
     def _entry(self, name: str, entry: Any, base: int) -> TensorInfo:
         try:
@@ -209,26 +201,30 @@ def read_index(path: Path, text: str | None = None) -> dict[str, str]:
     lie in the index's own directory.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{path}: {twice} is listed twice")
-        return found
-
     try:
-        raw = json.loads(path.read_text(encoding="utf-8") if text is None else text, object_pairs_hook=unique)
+        raw = json.loads(
+            path.read_text(encoding="utf-8") if text is None else text, object_pairs_hook=partial(_unrepeated, path)
+        )
         weight_map = raw["weight_map"]
-        items = weight_map.items()
+        files = set(weight_map.values())
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not a safetensors index: no 'weight_map' in it") from None
-    for name, file in items:
+    for file in files:
         if not isinstance(file, str) or not file or Path(file).name != file or "\\" in file or file == "..":
+            name = next(name for name, place in weight_map.items() if place == file)
             raise CheckpointError(
                 f"{path}: tensor {name} is placed in {file!r}; only a file of the same directory is allowed"
             )
     return weight_map
+
+
+def _unrepeated(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`, which would keep the last of two entries of one name in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise CheckpointError(f"{path}: {next(name for name in names if names.count(name) > 1)} is listed twice")
+    return found
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

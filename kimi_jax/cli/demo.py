@@ -15,7 +15,7 @@ from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import decode, prefill
 from kimi_jax.inference.generate import generate
 from kimi_jax.model.model import Model, flatten
-from kimi_jax.parallel.mesh import make_mesh
+from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh
 
 SHOWN = (
     "embed_tokens.weight",
@@ -53,7 +53,7 @@ class Demo:
         """Runs the demonstration; fails where an id differs."""
         out = console()
         expected = json.loads((bundled_checkpoint() / "continuation.json").read_text())
-        jax.config.update("jax_num_cpu_devices", 8)
+        ask_for_cpu_devices(8)
         mesh = make_mesh({"data": 2, "tensor": 4} if len(jax.devices()) >= 8 else {"data": 1})
         assert mesh is not None
         started = time.perf_counter()

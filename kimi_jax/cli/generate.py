@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jax
 import tyro
 
 from kimi_jax.chat.tokenizer import Tokenizer
@@ -17,7 +16,7 @@ from kimi_jax.cli.output import CommandError, UsageError, byte_progress
 from kimi_jax.inference.generate import generate
 from kimi_jax.inference.sampling import Sampling
 from kimi_jax.model.model import Model
-from kimi_jax.parallel.mesh import MeshError, make_mesh, parse_mesh
+from kimi_jax.parallel.mesh import MeshError, ask_for_cpu_devices, make_mesh, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Generate:
         except ValueError as error:
             raise UsageError(str(error)) from None
         if shape is not None:
-            # Only the CPU backend reads this, and only before it starts.
-            jax.config.update("jax_num_cpu_devices", max(1, math.prod(shape.values())))
+            ask_for_cpu_devices(math.prod(shape.values()))
         try:
             mesh = make_mesh(shape)
         except MeshError as error:

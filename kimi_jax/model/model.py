@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -124,6 +124,7 @@ def _bit_sum(x: Array) -> Array:
     return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
+@cache
 def abstract_params(config: ModelConfig) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
     """Every parameter by its dotted name: shape and published dtype, and logical axes. Nothing is allocated."""
     state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16)))[1]

@@ -1,5 +1,6 @@
 """Device meshes by name."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -54,6 +55,12 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
             raise MeshError(f"cannot read mesh {text!r}; write it as data=2,tensor=4")
         shape[name.strip()] = int(size)
     return shape
+
+
+def ask_for_cpu_devices(count: int) -> None:
+    """Makes the CPU backend offer `count` devices, where it has not started yet; other backends do not care."""
+    with contextlib.suppress(RuntimeError):  # started: it keeps the devices it has
+        jax.config.update("jax_num_cpu_devices", max(1, count))
 
 
 def axis_size(mesh: Mesh | None, name: str) -> int:

@@ -4,7 +4,7 @@ One batch holds every kind of decay and initial state (a row each) and of keys (
 by row and head.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import jax
@@ -19,6 +19,9 @@ ROWS = tuple(product((-100.0, -5.0, -1.0, -1e-4, "mixed", "uniform"), ("from zer
 HEADS = ("random keys", "equal keys")
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 500)
 NAMES = ("q", "k", "v", "g", "beta", "state")
+QUICK = {"xla_backend_optimization_level": 0}  # compiling takes nearly all of the time here
+
+pytestmark = pytest.mark.xdist_group("kda")  # compiled functions are shared
 
 
 @cache
@@ -62,7 +65,7 @@ def loop(q, k, v, g, beta, state):
 def value_and_gradients(form):
     """`f(arguments, cotangents)` -> (outputs, state), gradients of all six arguments."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def both(arguments, cotangents):
         value, pull = jax.vjp(form, *arguments)
         return value, pull(cotangents)
@@ -117,13 +120,10 @@ def assert_values_close(actual, wanted, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_chunk_form_equals_step_form(tokens):
-    assert_values_close(chunked(tokens)[0], stepped(tokens)[0])
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_chunk_form_has_the_gradients_of_the_step_form(tokens):
-    for name, a, b in zip(NAMES, chunked(tokens)[1], stepped(tokens)[1], strict=True):
+def test_chunk_form_and_its_gradients_equal_those_of_the_step_form(tokens):
+    (value, gradients), (wanted, wanted_gradients) = chunked(tokens), stepped(tokens)
+    assert_values_close(value, wanted)
+    for name, a, b in zip(NAMES, gradients, wanted_gradients, strict=True):
         assert_close(a, b, 1e-4, name)
 
 
@@ -167,7 +167,7 @@ def test_float64_stays_float64():
     arguments = inputs(17)[0]
     with jax.enable_x64(True):
         for form in (kda_chunked, kda_recurrent):
-            value = jax.jit(form)(*(x.astype(np.float64) for x in arguments))
+            value = jax.jit(form, compiler_options=QUICK)(*(x.astype(np.float64) for x in arguments))
             assert {x.dtype for x in value} == {jnp.dtype(jnp.float64)}
             assert_values_close(value, loop(*arguments), 1e-13)
 

@@ -56,6 +56,6 @@ def test_a_tied_head_is_counted_once():
 
 @pytest.mark.parametrize("name", ["tiny-k3", "tiny-kimi-linear", "tiny-k31"])
 def test_bytes_of_the_tiny_checkpoints(name, tiny):
-    directory = tiny.directory(name)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    assert account(ModelConfig.from_file(directory)).checkpoint_bytes == index["metadata"]["total_size"]
+    index = json.loads((tiny.directory(name) / "model.safetensors.index.json").read_text())
+    # The loaded model's configuration knows what only the files tell: tiny-k31's key norm has a bias.
+    assert account(tiny(name).config).checkpoint_bytes == index["metadata"]["total_size"]
