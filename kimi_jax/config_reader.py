@@ -1,5 +1,6 @@
 """From the fields of a `config.json` to a `ModelConfig`: types, ranges, and what is not implemented."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -46,7 +47,15 @@ class _Fields:
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
         value = self._get(name, (int, float), default, "a number")
-        return float(value) if value is not default else default
+        if value is default:
+            return default
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(f"field '{self.prefix}{name}' must be a finite number, found {value}")
+        return number
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         return bool(self._get(name, (bool,), default, "true or false"))
@@ -106,7 +115,7 @@ def read_model(raw: Mapping[str, Any]) -> ModelConfig:
     limit = text.first("max_position_embeddings", "model_max_length") or "max_position_embeddings"
     return ModelConfig(
         architecture=_architecture(outer),
-        wrapped=nested is not None or "vision_config" in raw or "attn_res_block_size" in raw,
+        wrapped=nested is not None or block is not None or raw.get("vision_config") is not None,
         hidden_size=text.count("hidden_size"),
         vocab_size=text.count("vocab_size"),
         layer_kinds=kinds,
@@ -253,8 +262,11 @@ def _is_packed(fields: _Fields) -> bool:
     quantization = fields.object("quantization_config")
     quantization.choice("quant_method", ("compressed-tensors",))
     quantization.choice("format", ("mxfp4-pack-quantized",))
-    for name in quantization.raw.get("config_groups") or {}:
-        group = quantization.object("config_groups").object(name)
+    if quantization.raw.get("config_groups") is None:
+        return True
+    groups = quantization.object("config_groups")
+    for name in groups.raw:
+        group = groups.object(name)
         if group.raw.get("weights") is not None:
             weights = group.object("weights")
             weights.only("group_size", MXFP4_GROUP, "MXFP4 has groups of 32")

@@ -58,18 +58,19 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dic
 
     **Returns:** the wanted tensors by their full names in the checkpoint.
 
-    **Raises:** `CheckpointError` listing the first faults, each with tensor and file.
+    **Raises:** `CheckpointError` listing the first faults of each kind, each with tensor and file.
     """
     prefix = language_prefix(tensors)
     wanted = {prefix + tensor.name: tensor for tensor in stored_tensors(config)}
-    faults = [
-        *_missing(config, wanted, tensors),
-        *_extra(config, wanted, tensors),
-        *_wrong(wanted, tensors),
+    kinds = [
+        list(_missing(config, wanted, tensors)),
+        list(_extra(config, wanted, tensors)),
+        list(_wrong(wanted, tensors)),
     ]
-    if faults:
-        more = f"\n… and {len(faults) - _MOST_LISTED} more" if len(faults) > _MOST_LISTED else ""
-        raise CheckpointError("\n".join(faults[:_MOST_LISTED]) + more)
+    shown = [fault for kind in kinds for fault in kind[:_MOST_LISTED]]
+    if shown:
+        rest = sum(len(kind) for kind in kinds) - len(shown)
+        raise CheckpointError("\n".join(shown) + (f"\n… and {rest} more" if rest else ""))
     return wanted
 
 
@@ -83,6 +84,9 @@ def _missing(
             base, _, kind = name.rpartition(".")
             if kind in ("weight_packed", "weight_scale") and f"{base}.weight" in tensors:
                 why = f": the configuration says MXFP4, but {tensors[base + '.weight'].path} holds {base}.weight"
+            elif kind == "weight" and f"{base}.weight_packed" in tensors:
+                packed = tensors[f"{base}.weight_packed"]
+                why = f": the configuration has no quantization_config, but {packed.path} holds {packed.name}"
             elif name.endswith("lm_head.weight"):
                 why = ": the configuration has tie_word_embeddings false"
             yield f"missing tensor {name} in {', '.join(places)}{why}"
@@ -128,7 +132,7 @@ def _mixed_experts(wanted: Mapping[str, StoredTensor], tensors: Mapping[str, Ten
     first: dict[str, TensorInfo] = {}
     for name, want in wanted.items():
         found = tensors.get(name)
-        if found is None or want.expert is None or want.param is None:
+        if found is None or want.expert is None or want.param is None or found.dtype not in want.dtypes:
             continue
         other = first.setdefault(want.param, found)
         if other.dtype != found.dtype:

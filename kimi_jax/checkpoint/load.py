@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kimi_jax.checkpoint.check import check_tensors, resolve_indexer
@@ -30,7 +31,7 @@ def load_model(
     directory: str | Path,
     *,
     mesh: Mesh | None = None,
-    dtype: str | jnp.dtype = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
     progress: Progress | None = None,
 ) -> Model:
     """Loads a checkpoint onto the devices of `mesh`.
@@ -52,6 +53,7 @@ def load_model(
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     config = ModelConfig.from_file(directory)
+    stop_ids = tuple(sorted({*config.stop_ids, *_generation_stop_ids(directory)}))
     files = CheckpointFiles(directory)
     config = resolve_indexer(config, files.tensors)
     wanted = check_tensors(config, files.tensors)
@@ -77,7 +79,7 @@ def load_model(
         spec=ModelSpec(config, mesh, compute),
         params=nest(params),
         identity=model_identity(config, heads),
-        stop_ids=tuple(sorted({*config.stop_ids, *_generation_stop_ids(directory)})),
+        stop_ids=stop_ids,
         vision_tensors=sum(is_vision(name) for name in files.tensors),
     )
 
@@ -109,8 +111,8 @@ class _Reader:
 
     def _stack(self, index: tuple[slice, ...]) -> np.ndarray:
         names = self.names[index[0]]
-        first = self._one(names[0], index[1:])
-        out = np.empty((len(names), *first.shape), first.dtype)
+        sizes = [len(range(*s.indices(size))) for s, size in zip(index, self.shape, strict=True)]
+        out = np.empty(sizes, self.files.view(names[0]).dtype)
         for i, name in enumerate(names):
             out[i] = self._one(name, index[1:])
         return out
@@ -138,7 +140,7 @@ class _Reader:
         return part
 
 
-def _compute_dtype(dtype: str | jnp.dtype) -> jnp.dtype:
+def _compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     name = jnp.dtype(dtype).name if not isinstance(dtype, str) else dtype
     if name not in COMPUTE_DTYPES:
         raise ValueError(f"dtype {name!r} is not a compute dtype; use {', '.join(COMPUTE_DTYPES)}")
@@ -152,6 +154,12 @@ def _generation_stop_ids(directory: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     try:
-        return token_ids(json.loads(path.read_text(encoding="utf-8")), "eos_token_id")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a generation configuration: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold one JSON object, found {type(raw).__name__}")
+    try:
+        return token_ids(raw, "eos_token_id")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

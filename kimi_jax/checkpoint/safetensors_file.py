@@ -7,6 +7,7 @@ device holds. Nothing in a file is ever executed or unpickled.
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -81,6 +82,8 @@ class SafetensorsFile:
             header = json.loads(raw, object_pairs_hook=partial(_unrepeated, path))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: the header is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path}: the header must be a JSON object, found {type(header).__name__}")
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         base = 8 + length
         self.tensors = {name: self._entry(name, entry, base) for name, entry in header.items()}
@@ -90,7 +93,7 @@ class SafetensorsFile:
         try:
             dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
             start, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise CheckpointError(f"{self.path}: tensor {name}: damaged header entry {entry!r}") from None
         if dtype not in _DTYPES:
             raise CheckpointError(f"{self.path}: tensor {name}: unknown dtype {dtype!r}")
@@ -107,7 +110,8 @@ class SafetensorsFile:
         for tensor in sorted(self.tensors.values(), key=lambda t: (t.start, t.end)):
             if tensor.start != place:
                 fault = "overlaps" if tensor.start < place else "leaves a gap behind"
-                raise CheckpointError(f"{self.path}: tensor {tensor.name} {fault} the tensor before it ({last})")
+                before = "the header" if last is None else f"the tensor before it ({last})"
+                raise CheckpointError(f"{self.path}: tensor {tensor.name} {fault} {before}")
             if tensor.end > self.size:
                 raise CheckpointError(
                     f"{self.path}: truncated: tensor {tensor.name} ends at byte {tensor.end}, "
@@ -153,12 +157,14 @@ class CheckpointFiles:
         weight_map = read_index(index) if index.is_file() else None
         names = present if weight_map is None else sorted(set(weight_map.values()))
         if not names:
-            raise CheckpointError(f"{directory} holds no safetensors files")
+            raise CheckpointError(
+                f"{index} names no files" if index.is_file() else f"{directory} holds no safetensors files"
+            )
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
             raise CheckpointError(
-                f"{directory}: {len(absent)} of {len(names)} files named by the index are missing, "
-                f"perhaps still downloading: {_some(absent)}"
+                f"{directory}: {len(absent)} of {len(names)} files are missing, perhaps still downloading: "
+                f"{_some(absent)}"
             )
         unnamed = sorted(set(present) - set(names))
         if unnamed:
@@ -222,8 +228,8 @@ def _unrepeated(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `json.loads`, which would keep the last of two entries of one name in silence."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise CheckpointError(f"{path}: {next(name for name in names if names.count(name) > 1)} is listed twice")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise CheckpointError(f"{path}: tensor {twice} is listed twice in the header or index")
     return found
 
 

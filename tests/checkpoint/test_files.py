@@ -38,7 +38,7 @@ def test_missing_shard(checkpoint, refused):
     directory = checkpoint("tiny-k3")
     (directory / "model-00002-of-000003.safetensors").unlink()
     text = refused(
-        directory, "1 of 3 files named by the index are missing", "model-00002-of-000003", "still downloading"
+        directory, "1 of 3 files are missing", "model-00002-of-000003", "still downloading"
     )
     assert "model-00001" not in text
     (directory / "model-00003-of-000003.safetensors").unlink()
@@ -142,7 +142,7 @@ def test_symbolic_links_are_followed(checkpoint, refused, tiny, tmp_path):
         (snapshot / path.name).symlink_to(Path("../../blobs") / f"{number:064x}")
     check_same(kj.load_model(snapshot, dtype="float32"), tiny("tiny-k31"))
     (snapshot / SECOND).resolve().unlink()
-    refused(snapshot, "1 of 2 files named by the index are missing", SECOND)
+    refused(snapshot, "1 of 2 files are missing", SECOND)
 
 
 def test_one_file_without_an_index(edited, stored, tiny, rewrite):

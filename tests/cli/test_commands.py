@@ -84,7 +84,7 @@ def test_inspect_compares_a_directory(run, tiny, checkpoint):
     code, out, error = run("inspect", damaged)
     assert code == 1
     assert "text" in out
-    assert "1 of 2 files named by the index are missing" in error
+    assert "1 of 2 files are missing" in error
 
 
 def test_generate_ids(run, tiny, golden):

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.mxfp4 import dequantize, pack, quantize, scale_values, unpack
+from kimi_jax.ops import mxfp4
+from kimi_jax.ops.mxfp4 import pack, quantize, scale_values, unpack
 
 EVERY_BYTE = np.arange(256, dtype=np.uint8)
 EVERY_SCALE = np.arange(256, dtype=np.uint8)[:, None]
+dequantize = jax.jit(mxfp4.dequantize, static_argnums=2)
 FLOAT32 = jnp.dtype(jnp.float32)
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
