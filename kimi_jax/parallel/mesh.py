@@ -17,7 +17,7 @@ class MeshError(ValueError):
     """A mesh that cannot be made, or that does not divide an array."""
 
 
-def make_mesh(shape: Mapping[str, int] | None) -> Mesh | None:
+def make_mesh(shape: Mapping[str, int | np.integer] | None) -> Mesh | None:
     """A mesh over the first product-many devices of this job.
 
     **Arguments:**
@@ -51,7 +51,7 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     shape: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        if not equals or not size.strip().isdecimal() or name.strip() in shape:
+        if not equals or not name.strip() or not size.strip().isdecimal() or name.strip() in shape:
             raise MeshError(f"cannot read mesh {text!r}; write it as data=2,tensor=4")
         shape[name.strip()] = int(size)
     return shape
