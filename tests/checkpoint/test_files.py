@@ -37,9 +37,7 @@ def check_same(model: kj.Model, wanted: kj.Model) -> None:
 def test_missing_shard(checkpoint, refused):
     directory = checkpoint("tiny-k3")
     (directory / "model-00002-of-000003.safetensors").unlink()
-    text = refused(
-        directory, "1 of 3 files are missing", "model-00002-of-000003", "still downloading"
-    )
+    text = refused(directory, "1 of 3 files are missing", "model-00002-of-000003", "still downloading")
     assert "model-00001" not in text
     (directory / "model-00003-of-000003.safetensors").unlink()
     refused(directory, "2 of 3 files", "model-00002-of-000003.safetensors, model-00003-of-000003.safetensors")
