@@ -210,12 +210,7 @@ class ModelConfig:
         has the wrong type or has a value that is not implemented.
         """
         path = find_config(source)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not a JSON file: {error}") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path} must hold one JSON object, found {type(raw).__name__}")
+        raw = read_json_object(path)
         try:
             return cls.from_dict(raw)
         except ConfigError as error:
@@ -227,6 +222,17 @@ class ModelConfig:
         from kimi_jax.config_reader import read_model  # it builds the classes of this module
 
         return read_model(raw)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; `ConfigError` names the file where it holds none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a JSON file: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold one JSON object, found {type(raw).__name__}")
+    return raw
 
 
 def shipped_directory() -> Path:

@@ -1,6 +1,5 @@
 """Loading a Hugging Face checkpoint into a sharded model, each device receiving only its own part."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from jaxtyping import Array
 from kimi_jax.checkpoint.check import check_tensors, resolve_indexer
 from kimi_jax.checkpoint.names import StoredTensor, is_vision
 from kimi_jax.checkpoint.safetensors_file import CheckpointError, CheckpointFiles
-from kimi_jax.config import ConfigError, ModelConfig
+from kimi_jax.config import ConfigError, ModelConfig, read_json_object
 from kimi_jax.config_reader import token_ids
 from kimi_jax.model.model import Model, ModelSpec, abstract_params, model_identity, nest
 from kimi_jax.ops.mxfp4 import NAN_SCALE
@@ -153,12 +152,7 @@ def _generation_stop_ids(directory: Path) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return ()
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a generation configuration: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold one JSON object, found {type(raw).__name__}")
+    raw = read_json_object(path)
     try:
         return token_ids(raw, "eos_token_id")
     except ConfigError as error:

@@ -29,7 +29,7 @@ SHOWN = (
 )
 """Parameters whose sharding is printed: one of each sort."""
 
-ROWS, CAPACITY = 8, 128
+ROWS, CAPACITY = 8, 256
 """Rows of the batch, and tokens that each can hold: one compilation serves timing and generation."""
 
 

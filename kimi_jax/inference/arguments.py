@@ -14,20 +14,18 @@ from kimi_jax.parallel.mesh import MeshError, axis_size
 
 ArrayLike = np.ndarray | jax.Array | Sequence[Any]
 
-SMALLEST_BUCKET = 16
-LARGEST_STEP = 4096
+BUCKETS = (1, 16, 64, 256, 1024)
+"""Padded lengths that calls are compiled for; longer ones are padded to multiples of the last."""
 
 
 def bucket(tokens: int) -> int:
-    """The padded length for which a call of `tokens` tokens is compiled.
+    """The padded length for which a call of `tokens` tokens is compiled: a new prompt length compiles nothing new.
 
-    1, then powers of two from 16 to 4096, then multiples of 4096: a new prompt length compiles nothing new.
+    Coarse on purpose: a short prefill costs the reading of the weights, whatever its length, and compiling a large
+    model takes minutes.
     """
-    if tokens <= 1:
-        return 1
-    if tokens > LARGEST_STEP:
-        return -(-tokens // LARGEST_STEP) * LARGEST_STEP
-    return max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
+    last = BUCKETS[-1]
+    return next((size for size in BUCKETS if tokens <= size), -(-tokens // last) * last)
 
 
 def token_array(model: Model, tokens: ArrayLike, rank: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from kimi_jax.parallel.mesh import axis_size
 PREFILL_PIECE = 2048
 """A longer prompt is prefilled in pieces of this many tokens, so that memory does not grow with it."""
 
-SMALLEST_CACHE = 128
+SMALLEST_CACHE = 256
 """Tokens that a row can hold at least, so that short prompts share compiled functions."""
 
 OnToken = Callable[[int, int], None]

@@ -616,7 +616,7 @@ def test_no_generation_config(tiny):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "not a generation configuration"),
+        ("{", "is not a JSON file"),
         ("[]", ""),
         ('{"eos_token_id": "x"}', "field 'eos_token_id' must be a token id or a list of them, found 'x'"),
         ('{"eos_token_id": [510, true]}', "found [510, True]"),

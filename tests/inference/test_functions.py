@@ -40,7 +40,8 @@ def same(one, other):
 
 
 def test_buckets():
-    assert [bucket(t) for t in (0, 1, 2, 16, 17, 4096, 4097, 8193)] == [1, 1, 16, 16, 32, 4096, 8192, 12288]
+    lengths = (0, 1, 2, 16, 17, 64, 65, 1024, 1025, 4097)
+    assert [bucket(t) for t in lengths] == [1, 1, 16, 16, 64, 64, 256, 1024, 2048, 5120]
 
 
 def test_inactive_and_empty_rows_stay_untouched_and_get_zeros(model):
