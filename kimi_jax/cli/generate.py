@@ -80,6 +80,7 @@ class Generate:
         return Tokenizer.from_directory(self.directory)
 
     def _generate(self, model: Model, tokenizer: Tokenizer | None, prompt: list[int], sampling: Sampling) -> None:
+        print(f"{len(prompt)} prompt tokens; the first steps compile", file=sys.stderr)
         decoder = tokenizer.incremental_decoder() if tokenizer else None
         times: list[float] = []
 

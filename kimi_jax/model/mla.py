@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kimi_jax.config import ModelConfig
+from kimi_jax.config import ConfigError, ModelConfig
 from kimi_jax.model.cache import MLACache, write_rows
 from kimi_jax.model.call import Call
 from kimi_jax.model.layers import Linear, Norm, parameter
@@ -39,8 +39,8 @@ class Indexer(nnx.Module):
         sizes = config.indexer
         assert sizes is not None
         if sizes.num_heads is None or sizes.head_dim is None:
-            raise ValueError(
-                "dsa_config names no index_n_heads or index_head_dim: only a checkpoint's shapes can tell them"
+            raise ConfigError(
+                "field 'dsa_config': neither it nor a checkpoint's shapes tell 'index_n_heads' and 'index_head_dim'"
             )
         assert config.mla.query_rank is not None
         self.num_heads, self.head_dim, self.top_k = sizes.num_heads, sizes.head_dim, sizes.top_k

@@ -19,10 +19,12 @@ where P is the running sum inside the chunk. D is built from blocks of `BLOCK` t
 block, and between blocks from the end of the earlier to the start of the later one.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kimi_jax.ops.norms import along_last, at_least_float32
@@ -145,11 +147,11 @@ def _chunk_step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
 
     # Log decays, each summed over its own stretch of tokens; axes [B, N, block, token in block, K].
     steps, keys = in_blocks(g), in_blocks(k)
-    before = jnp.cumsum(steps, axis=3)  # from the block's start up to and including the token
-    after = _sums_behind(steps, axis=3)  # from behind the token to the block's end
+    before = _sums(steps, lambda t, u: u <= t)  # from the block's start up to and including the token
+    after = _sums(steps, lambda t, u: u > t)  # from behind the token to the block's end
     whole = jnp.sum(steps, axis=3)  # the block's sum [B, N, block, K]
-    within = jnp.exp(_stretch_sums(steps))  # token s to token t of one block [B, N, block, t, s, K]
-    between = _shift(_stretch_sums(whole), axis=2)  # whole blocks strictly between s and t [B, N, t, s, K]
+    within = jnp.exp(_stretch_sums(steps, lambda t, s, u: (s < u) & (u <= t)))  # [B, N, block, t, s, K]
+    between = _stretch_sums(whole, lambda t, s, u: (s < u) & (u < t))  # of whole blocks [B, N, t, s, K]
 
     # Keys of block s, carried to the start of a later block t: [B, N, t, s, token, K].
     carried = jnp.exp(after[:, :, None] + between[:, :, :, :, None]) * keys[:, :, None]
@@ -166,10 +168,8 @@ def _chunk_step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
     overlap = jnp.tril(scores(k), -1) * beta[..., None]
 
     # The same sums from the chunk's start and to its end.
-    blocks_before = _shift(jnp.cumsum(whole, axis=2), axis=2)
-    blocks_behind = _sums_behind(whole, axis=2)
-    from_start = jnp.exp(blocks_before[:, :, :, None] + before).reshape(g.shape)
-    to_end = jnp.exp(after + blocks_behind[:, :, :, None]).reshape(g.shape)
+    from_start = jnp.exp(_sums(whole, lambda t, u: u < t)[:, :, :, None] + before).reshape(g.shape)
+    to_end = jnp.exp(after + _sums(whole, lambda t, u: u > t)[:, :, :, None]).reshape(g.shape)
 
     transform = invert_unit_lower(overlap) * beta[..., None, :]
     w = _einsum("bnts,bnsk->bntk", transform, from_start * k)
@@ -179,36 +179,37 @@ def _chunk_step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
     return state * decay + _einsum("bntk,bntv->bnkv", to_end * k, written), out
 
 
-def _shift(x: Array, axis: int) -> Array:
-    """`x` moved one place towards the end of `axis`, zeros coming in: running sums become exclusive ones."""
-    kept = jax.lax.slice_in_dim(x, 0, x.shape[axis] - 1, axis=axis)
-    return jnp.pad(kept, [(int(i == axis), 0) for i in range(x.ndim)])
+def _sums(x: Float[Array, "*lead n K"], summed: Callable[..., np.ndarray]) -> Float[Array, "*lead n K"]:
+    """Entry t is the sum of `x` over the u for which `summed(t, u)`, as a product with zeros and ones."""
+    t, u = np.indices((x.shape[-2],) * 2)
+    return _einsum("...uk,tu->...tk", x, summed(t, u).astype(x.dtype))
 
 
-def _sums_behind(x: Array, axis: int) -> Array:
-    """Sum over all later places of `axis`. (The sum from here minus the own place would lose digits.)"""
-    return jnp.flip(_shift(jnp.cumsum(jnp.flip(x, axis), axis=axis), axis), axis)
-
-
-def _stretch_sums(x: Float[Array, "*lead n K"]) -> Float[Array, "*lead n n K"]:
-    """Entry (t, s) is the sum of `x` over s < u ≤ t, added up by itself; 0 where that is empty."""
-    n = x.shape[-2]
-    later = jnp.tril(jnp.ones((n, n), dtype=bool), -1)[..., None]  # [u, s, 1]: u > s
-    later = later.reshape((1,) * (x.ndim - 2) + later.shape)
-    return jnp.cumsum(jnp.where(later, x[..., :, None, :], 0), axis=x.ndim - 2)
+def _stretch_sums(x: Float[Array, "*lead n K"], summed: Callable[..., np.ndarray]) -> Float[Array, "*lead n n K"]:
+    """Entry (t, s) is the sum of `x` over the u for which `summed(t, s, u)`."""
+    t, s, u = np.indices((x.shape[-2],) * 3)
+    return _einsum("...uk,tsu->...tsk", x, summed(t, s, u).astype(x.dtype))
 
 
 def invert_unit_lower(strict: Float[Array, "*lead n n"]) -> Float[Array, "*lead n n"]:
-    """`(I + strict)⁻¹` for a strictly lower triangular matrix, n a power of two, by block-wise substitution.
+    """`(I + strict)⁻¹` for a strictly lower triangular matrix, n a power of two, by forward substitution.
 
-    `[[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]`, both halves of a level at once. (The product form
-    `(I−N)(I+N²)(I+N⁴)…` cancels badly at real decay magnitudes.)
+    Row by row up to n = `BLOCK`: row i is e_i less `strict[i]` times the rows above it. Beyond that block by block:
+    `[[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]`. (The product form `(I−N)(I+N²)(I+N⁴)…` cancels badly at
+    real decay magnitudes.)
     """
     n = strict.shape[-1]
-    if n == 1:
-        return jnp.ones_like(strict)
-    h = n // 2
-    first, second = invert_unit_lower(jnp.stack([strict[..., :h, :h], strict[..., h:, h:]]))
-    corner = -_einsum("...ij,...jk->...ik", second, _einsum("...ij,...jk->...ik", strict[..., h:, :h], first))
-    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    if n > BLOCK:
+        h = n // 2
+        first, second = invert_unit_lower(jnp.stack([strict[..., :h, :h], strict[..., h:, h:]]))
+        corner = -_einsum("...ij,...jk->...ik", second, _einsum("...ij,...jk->...ik", strict[..., h:, :h], first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+    def row(i: Array, inverse: Array) -> Array:
+        factors = jax.lax.dynamic_index_in_dim(strict, i, axis=-2, keepdims=False)
+        above = jnp.sum(factors[..., None] * inverse, axis=-2)
+        new = along_last(jax.nn.one_hot(i, n), above) - above
+        return jax.lax.dynamic_update_index_in_dim(inverse, new, i, axis=-2)
+
+    return jax.lax.fori_loop(0, n, row, jnp.zeros_like(strict))

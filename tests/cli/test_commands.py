@@ -61,6 +61,16 @@ def test_inspect_accounts_for_every_name_of_the_real_index(run):
     assert index["total_size"] == index["expected_size"] == 1_560_860_324_864
 
 
+def test_inspect_says_what_only_a_checkpoint_could_tell(run, tiny, tmp_path):
+    raw = json.loads((tiny.directory("tiny-k31") / "config.json").read_text())
+    del raw["text_config"]["dsa_config"]["index_n_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    code, _, error = run("inspect", tmp_path / "config.json")
+    assert code == 1
+    assert "'dsa_config'" in error
+    assert "'index_n_heads'" in error
+
+
 def test_inspect_names_what_an_index_lacks_and_has_too_much(run, tiny, tmp_path):
     index = json.loads((tiny.directory("tiny-k3") / "model.safetensors.index.json").read_text())
     file = index["weight_map"].pop("language_model.model.norm.weight")
