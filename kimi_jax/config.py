@@ -191,8 +191,8 @@ class ModelConfig:
             return self
         indexer = replace(
             self.indexer,
-            num_heads=self.indexer.num_heads or num_heads,
-            head_dim=self.indexer.head_dim or head_dim,
+            num_heads=self.indexer.num_heads or num_heads or None,
+            head_dim=self.indexer.head_dim or head_dim or None,
             key_norm_bias=key_norm_bias,
         )
         return replace(self, indexer=indexer)

@@ -267,6 +267,7 @@ def _is_packed(fields: _Fields) -> bool:
     groups = quantization.object("config_groups")
     for name in groups.raw:
         group = groups.object(name)
+        group.only("format", "mxfp4-pack-quantized", "only MXFP4 experts are supported")
         if group.raw.get("weights") is not None:
             weights = group.object("weights")
             weights.only("group_size", MXFP4_GROUP, "MXFP4 has groups of 32")

@@ -25,12 +25,19 @@ def language_prefix(names: Iterable[str]) -> str:
 
 
 def compare_names(config: ModelConfig, names: Iterable[str]) -> NameReport:
-    """Every name against the configuration, vision included where the configuration has it."""
+    """Every name against the configuration.
+
+    The vision tower may be absent as a whole; without a `vision_config` its names are not judged.
+    """
     found = set(names)
     prefix = language_prefix(found)
     wanted = {prefix + tensor.name for tensor in stored_tensors(config)}
-    if config.vision is not None:
+    vision = {name for name in found if is_vision(name)}
+    if config.vision is None:
+        found -= vision
+    elif vision:
         wanted |= {tensor.name for tensor in vision_tensors(config.vision)}
+    found = {name for name in found if not (name.endswith(".weight_shape") and _packed_name(name) in wanted)}
     return NameReport(len(found & wanted), tuple(sorted(wanted - found)), tuple(sorted(found - wanted)))
 
 
@@ -108,8 +115,11 @@ def _extra(config: ModelConfig, wanted: Mapping[str, StoredTensor], tensors: Map
 
 def _is_packed_shape(name: str, tensor: TensorInfo, wanted: Mapping[str, StoredTensor]) -> bool:
     """compressed-tensors may write the unpacked shape beside a packed weight: two whole numbers, not needed."""
-    base, _, kind = name.rpartition(".")
-    return kind == "weight_shape" and f"{base}.weight_packed" in wanted and tensor.shape == (2,)
+    return name.endswith(".weight_shape") and _packed_name(name) in wanted and tensor.shape == (2,)
+
+
+def _packed_name(name: str) -> str:
+    return name.rpartition(".")[0] + ".weight_packed"
 
 
 def _wrong(wanted: Mapping[str, StoredTensor], tensors: Mapping[str, TensorInfo]) -> Iterable[str]:

@@ -1,6 +1,5 @@
 """Loading a Hugging Face checkpoint into a sharded model, each device receiving only its own part."""
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from kimi_jax.checkpoint.names import StoredTensor, is_vision
 from kimi_jax.checkpoint.safetensors_file import CheckpointError, CheckpointFiles
 from kimi_jax.config import ConfigError, ModelConfig, read_json_object
 from kimi_jax.config_reader import token_ids
-from kimi_jax.model.model import Model, ModelSpec, abstract_params, model_identity, nest
+from kimi_jax.model.model import Model, ModelSpec, abstract_params, nest
 from kimi_jax.ops.mxfp4 import NAN_SCALE
+from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
@@ -48,6 +48,7 @@ def load_model(
     `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right.
     """
     directory = Path(directory)
+    check_mesh(mesh)
     compute = _compute_dtype(dtype)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
@@ -66,10 +67,8 @@ def load_model(
     sizes = {p: sum(files.tensors[n].end - files.tensors[n].start for n in by_param[p]) for p in declared}
     placed, total = 0, sum(sizes.values())
     params: dict[str, Array] = {}
-    heads: list[bytes] = []
     for param, (struct, _) in declared.items():
         reader = _Reader(files, by_param[param], wanted, struct.shape)
-        heads.append(param.encode() + reader.head())
         params[param] = jax.make_array_from_callback(struct.shape, shardings[param], reader)
         placed += sizes[param]
         if progress is not None:
@@ -77,7 +76,6 @@ def load_model(
     return Model(
         spec=ModelSpec(config, mesh, compute),
         params=nest(params),
-        identity=model_identity(config, heads),
         stop_ids=stop_ids,
         vision_tensors=sum(is_vision(name) for name in files.tensors),
     )
@@ -103,10 +101,6 @@ class _Reader:
         if key not in self.read:
             self.read[key] = self._stack(index) if self.stacked else self._one(self.names[0], index)
         return self.read[key]
-
-    def head(self) -> bytes:
-        """The first numbers of the parameter (fewer than a head count may be), for the model's identity."""
-        return self.files.view(self.names[0]).reshape(-1)[: min(32, math.prod(self.shape))].tobytes()
 
     def _stack(self, index: tuple[slice, ...]) -> np.ndarray:
         names = self.names[index[0]]

@@ -154,7 +154,7 @@ class CheckpointFiles:
         self.directory = directory
         index = directory / "model.safetensors.index.json"
         present = sorted(path.name for path in directory.glob("*.safetensors"))
-        weight_map = read_index(index) if index.is_file() else None
+        weight_map = read_index(index)[0] if index.is_file() else None
         names = present if weight_map is None else sorted(set(weight_map.values()))
         if not names:
             raise CheckpointError(
@@ -200,8 +200,10 @@ class CheckpointFiles:
         return self.files[self.tensors[name].path.name].view(name)
 
 
-def read_index(path: Path, text: str | None = None) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name → file name (`text` in place of the file's content).
+def read_index(path: Path, text: str | None = None) -> tuple[dict[str, str], int | None]:
+    """The `weight_map` of an index file, tensor name → file name, and the `total_size` where it states one.
+
+    `text` stands in place of the file's content.
 
     **Raises:** `CheckpointError` where it is not such a file, lists a tensor twice, or names a file that does not
     lie in the index's own directory.
@@ -221,7 +223,9 @@ def read_index(path: Path, text: str | None = None) -> dict[str, str]:
             raise CheckpointError(
                 f"{path}: tensor {name} is placed in {file!r}; only a file of the same directory is allowed"
             )
-    return weight_map
+    metadata = raw.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total if isinstance(total, int) else None
 
 
 def _unrepeated(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

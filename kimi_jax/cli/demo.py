@@ -3,14 +3,14 @@
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from kimi_jax.checkpoint.load import load_model
-from kimi_jax.cli.output import CommandError, byte_progress, console, print_table
+from kimi_jax.cli.bundled import BUNDLED
+from kimi_jax.cli.output import CommandError, UsageError, byte_progress, console, print_table
 from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import decode, prefill
 from kimi_jax.inference.generate import generate
@@ -33,11 +33,6 @@ ROWS, CAPACITY = 8, 256
 """Rows of the batch, and tokens that each can hold: one compilation serves timing and generation."""
 
 
-def bundled_checkpoint() -> Path:
-    """Directory of the tiny K3 checkpoint that comes with the package."""
-    return Path(__file__).parents[1] / "data" / "tiny-k3"
-
-
 @dataclass(frozen=True)
 class Demo:
     """Load the bundled 9-layer K3 checkpoint (real layout, random weights) onto a data=2 × tensor=4 mesh, show how it
@@ -51,19 +46,19 @@ class Demo:
 
     def run(self) -> None:
         """Runs the demonstration; fails where an id differs."""
+        expected = json.loads((BUNDLED / "continuation.json").read_text())
+        if not 1 <= self.max_new_tokens <= len(expected["new_ids"]):
+            raise UsageError(f"--max-new-tokens must lie between 1 and {len(expected['new_ids'])}")
         out = console()
-        expected = json.loads((bundled_checkpoint() / "continuation.json").read_text())
         ask_for_cpu_devices(8)
         mesh = make_mesh({"data": 2, "tensor": 4} if len(jax.devices()) >= 8 else {"data": 1})
         assert mesh is not None
         started = time.perf_counter()
         with byte_progress("loading") as progress:
-            model = load_model(bundled_checkpoint(), mesh=mesh, dtype="float32", progress=progress)
+            model = load_model(BUNDLED, mesh=mesh, dtype="float32", progress=progress)
         seconds = time.perf_counter() - started
         device = jax.devices()[0]
-        out.print(
-            f"Loaded {bundled_checkpoint()}\nonto {mesh.size} × {device.device_kind}, mesh {dict(mesh.shape)}, ", end=""
-        )
+        out.print(f"Loaded {BUNDLED}\nonto {mesh.size} × {device.device_kind}, mesh {dict(mesh.shape)}, ", end="")
         out.print(f"in {seconds:.2f} s: {model.config.num_layers} layers, experts packed in MXFP4.\n")
         columns = ("parameter", "shape", "dtype", "over", "a device holds")
         print_table(out, "What lies where", columns, _placement(model))
@@ -73,10 +68,10 @@ class Demo:
         out.print(f"{time.perf_counter() - started:.0f} s")
         prefill_rate, decode_rate = _rates(model, expected["prompt_ids"])
         out.print(f"Prefill {prefill_rate:,.0f} tokens/s, decode {decode_rate:,.0f} tokens/s ({ROWS} rows).\n")
-        count = min(self.max_new_tokens, len(expected["new_ids"]))
-        out.print(f"Prompt    {expected['prompt_ids']}", soft_wrap=True)
+        count = self.max_new_tokens
+        out.print(f"Prompt    {expected['prompt_ids']}", soft_wrap=True, markup=False)
         rows = generate(model, [expected["prompt_ids"]] * ROWS, max_new_tokens=count, stop_ids=[])
-        out.print(f"Generated {rows[0]}", soft_wrap=True)
+        out.print(f"Generated {rows[0]}", soft_wrap=True, markup=False)
         if any(row != expected["new_ids"][:count] for row in rows):
             raise CommandError(f"the published code continues {expected['new_ids'][:count]}")
         out.print(f"These are the {count} ids that the published PyTorch code generates.")

@@ -12,11 +12,14 @@ import tyro
 
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.checkpoint.load import load_model
+from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.output import CommandError, UsageError, byte_progress
-from kimi_jax.inference.generate import generate
+from kimi_jax.config import ModelConfig
+from kimi_jax.inference.arguments import token_array
+from kimi_jax.inference.generate import check_prompts, generate
 from kimi_jax.inference.sampling import Sampling
 from kimi_jax.model.model import Model
-from kimi_jax.parallel.mesh import MeshError, ask_for_cpu_devices, make_mesh, parse_mesh
+from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Generate:
     """Load a checkpoint and continue one prompt; new text (or ids) goes to standard output as it comes."""
 
     directory: tyro.conf.Positional[Path]
-    """A Hugging Face checkpoint directory."""
+    """A Hugging Face checkpoint directory, or tiny-k3 for the bundled one."""
     prompt: str | None = None
     """The prompt as text; needs tiktoken.model in the directory. Control tokens in it stay text."""
     prompt_ids: tuple[int, ...] = ()
@@ -55,29 +58,30 @@ class Generate:
         """Loads, generates, prints."""
         if (self.prompt is None) == (not self.prompt_ids):
             raise UsageError("give the prompt once: --prompt TEXT or --prompt-ids ID ID …")
+        directory = find_checkpoint(self.directory)
+        config = ModelConfig.from_file(directory)
+        tokenizer = self._tokenizer(directory, config)
+        prompt = list(self.prompt_ids) if self.prompt is None or tokenizer is None else tokenizer.encode(self.prompt)
         try:
-            shape = parse_mesh(self.mesh)
             sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+            check_prompts(config, [prompt], self.max_new_tokens)
+            token_array(config, list(self.stop_ids or ()), 1)
+            shape = parse_mesh(self.mesh)
+            if shape is not None:
+                ask_for_cpu_devices(math.prod(shape.values()))
+            mesh = make_mesh(shape)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if shape is not None:
-            ask_for_cpu_devices(math.prod(shape.values()))
-        try:
-            mesh = make_mesh(shape)
-        except MeshError as error:
-            raise UsageError(str(error)) from None
-        tokenizer = self._tokenizer()
         with byte_progress("loading") as progress:
-            model = load_model(self.directory, mesh=mesh, dtype=self.dtype, progress=progress)
-        prompt = list(self.prompt_ids) if self.prompt is None else tokenizer.encode(self.prompt)  # type: ignore[union-attr]
+            model = load_model(directory, mesh=mesh, dtype=self.dtype, progress=progress)
         self._generate(model, tokenizer, prompt, sampling)
 
-    def _tokenizer(self) -> Tokenizer | None:
-        if not (self.directory / "tiktoken.model").is_file():
-            if self.prompt is not None:
-                raise UsageError(f"--prompt needs {self.directory / 'tiktoken.model'}; use --prompt-ids")
-            return None
-        return Tokenizer.from_directory(self.directory)
+    def _tokenizer(self, directory: Path, config: ModelConfig) -> Tokenizer | None:
+        if (directory / "tiktoken.model").is_file():
+            return Tokenizer.from_directory(directory, expected_vocab_size=config.vocab_size)
+        if self.prompt is not None:
+            raise UsageError(f"--prompt needs {directory / 'tiktoken.model'}; use --prompt-ids")
+        return None
 
     def _generate(self, model: Model, tokenizer: Tokenizer | None, prompt: list[int], sampling: Sampling) -> None:
         print(f"{len(prompt)} prompt tokens; the first steps compile", file=sys.stderr)
@@ -89,12 +93,7 @@ class Generate:
             if not self.json:
                 _emit(f"{token} " if decoder is None else decoder.push(token))
 
-        try:
-            out = generate(
-                model, [prompt], self.max_new_tokens, sampling, self.stop_ids, logprobs=True, on_token=on_token
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        out = generate(model, [prompt], self.max_new_tokens, sampling, self.stop_ids, logprobs=True, on_token=on_token)
         if self.json:
             assert out.logprobs is not None
             text = None if tokenizer is None else tokenizer.decode(out[0])

@@ -49,16 +49,26 @@ class Inspect:
                 check_tensors(config, files.tensors)
             except CheckpointError as error:
                 fault = str(error)
-        counted = account(config)
-        index = None if self.index is None else _compare_index(config, counted, self.index)
+        names, total = ({}, None) if self.index is None else _read_index(self.index)
+        if any(name.endswith(".indexer.k_norm.bias") for name in names):
+            config = config.with_indexer_sizes(0, 0, key_norm_bias=True)
+        try:
+            counted = account(config)
+        except ConfigError as error:
+            raise CommandError(f"{fault or error}") from None
+        index = None
+        if self.index is not None:
+            sizes = {"names": len(names), "total_size": total, "expected_size": counted.checkpoint_bytes}
+            index = {**sizes, **_report(compare_names(config, names))}
         if self.json:
             print(json.dumps(_as_json(config, counted, checkpoint, fault, index), indent=2))
         else:
             _print(console(), config, counted, checkpoint, index)
         if fault is not None:
             raise CommandError(fault)
-        if index is not None and (index["missing"] or index["extra"]):
-            raise CommandError(f"{self.index}: {len(index['missing'])} names missing, {len(index['extra'])} extra")
+        for where, found in ((self.source, checkpoint), (self.index, index)):
+            if found is not None and (found["missing"] or found["extra"]):
+                raise CommandError(f"{where}: {len(found['missing'])} names missing, {len(found['extra'])} extra")
 
 
 def _compare_files(config: ModelConfig, files: CheckpointFiles) -> dict[str, Any]:
@@ -66,16 +76,13 @@ def _compare_files(config: ModelConfig, files: CheckpointFiles) -> dict[str, Any
     return {"files": len(files.files), "bytes": sum(sizes), **_report(compare_names(config, files.tensors))}
 
 
-def _compare_index(config: ModelConfig, counted: Account, path: Path) -> dict[str, Any]:
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
-    names = read_index(path, text)
-    total = json.loads(text).get("metadata", {}).get("total_size")
-    report = _report(compare_names(config, names))
-    return {"names": len(names), "total_size": total, "expected_size": counted.checkpoint_bytes, **report}
+    return read_index(path, text)
 
 
 def _report(report: NameReport) -> dict[str, Any]:
@@ -133,4 +140,4 @@ def _print(
             print_table(out, title, ("what", "count"), rows)
             for key in ("missing", "extra"):
                 for name in found[key][:_MOST_NAMES]:
-                    out.print(f"{key}: {name}", soft_wrap=True)
+                    out.print(f"{key}: {name}", soft_wrap=True, markup=False)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model
 from kimi_jax.parallel.mesh import MeshError, axis_size
 
@@ -28,7 +29,7 @@ def bucket(tokens: int) -> int:
     return next((size for size in BUCKETS if tokens <= size), -(-tokens // last) * last)
 
 
-def token_array(model: Model, tokens: ArrayLike, rank: int) -> np.ndarray:
+def token_array(config: ModelConfig, tokens: ArrayLike, rank: int) -> np.ndarray:
     """`tokens` as int32 of `rank` dimensions.
 
     **Raises:** `ValueError` for another rank, numbers that are no integers, or an id outside the vocabulary.
@@ -37,7 +38,7 @@ def token_array(model: Model, tokens: ArrayLike, rank: int) -> np.ndarray:
     if array.ndim != rank:
         shape = "[B, T]" if rank == 2 else "[B]"
         raise ValueError(f"tokens must have the shape {shape}, found {list(array.shape)}")
-    size = model.config.vocab_size
+    size = config.vocab_size
     outside = array[(array < 0) | (array >= size)]
     if outside.size:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {size} (0 to {size - 1})")

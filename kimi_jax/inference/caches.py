@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from kimi_jax.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
 from kimi_jax.model.cache import Cache, cache_layout
-from kimi_jax.model.model import Model, ModelSpec
+from kimi_jax.model.model import Model, ModelSpec, flatten
 from kimi_jax.parallel.sharding import array_sharding
 
 _FORMAT = "kimi_jax cache 1"
@@ -67,11 +67,13 @@ def constrain_cache(spec: ModelSpec, cache: Cache) -> Cache:
 
 
 def check_cache(model: Model, cache: Cache, batch: int) -> None:
-    """Refuses a cache whose rows, shapes or dtypes are not those of `model`."""
+    """Refuses a cache whose rows, shapes, dtypes or devices are not those of `model`."""
     if cache.batch != batch:
         raise ValueError(f"{batch} rows of tokens, but the cache has {cache.batch}")
     if _layout(cache) != _layout(cache_layout(model.config, model.dtype, batch, cache.max_len)[0]):
         raise CacheError("the cache was made for another model or dtype; make one with init_cache")
+    if cache.lengths.sharding.device_set != next(flatten(model.params))[1].sharding.device_set:
+        raise CacheError("the cache lies on other devices than the model; make one with init_cache")
 
 
 def copy_cache(cache: Cache) -> Cache:

@@ -44,9 +44,9 @@ def prefill(model: Model, tokens: ArrayLike, lengths: ArrayLike, cache: Cache) -
     **Returns:** float32 logits at each row's last real token, and the next cache. A row of length 0 gets zeros; a
     row that would pass `max_len` gets NaN and its cache row stays as it is.
 
-    **Raises:** `ValueError` for ids outside the vocabulary, wrong shapes or lengths, or another model's cache.
+    **Raises:** `ValueError` for ids outside the vocabulary, wrong shapes or lengths, or a cache of another layout.
     """
-    array = token_array(model, tokens, 2)
+    array = token_array(model.config, tokens, 2)
     check_cache(model, cache, array.shape[0])
     counts = length_array(lengths, *array.shape)
     return extend(model.spec, model.params, pad_tokens(array), counts, cache)
@@ -64,7 +64,7 @@ def decode(
 
     **Returns:** as `prefill`.
     """
-    array = token_array(model, tokens, 1)
+    array = token_array(model.config, tokens, 1)
     check_cache(model, cache, array.shape[0])
     counts = row_mask("active", active, array.shape[0]).astype("int32")
     return extend(model.spec, model.params, array[:, None], counts, cache)
@@ -72,7 +72,7 @@ def decode(
 
 def forward(model: Model, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "B T W"]:
     """Logits (float32) at every position, without a cache. Behind a row's length they mean nothing."""
-    array = token_array(model, tokens, 2)
+    array = token_array(model.config, tokens, 2)
     check_batch(model, array.shape[0])
     counts = length_array(lengths, *array.shape)
     return _forward(model.spec, model.params, pad_tokens(array), counts)[:, : array.shape[1]]
@@ -83,7 +83,7 @@ def score(model: Model, tokens: ArrayLike, lengths: ArrayLike | None = None) -> 
 
     The logits of only `SCORE_PIECE` positions exist at a time. Positions behind a row's length get 0.
     """
-    array = token_array(model, tokens, 2)
+    array = token_array(model.config, tokens, 2)
     check_batch(model, array.shape[0])
     counts = length_array(lengths, *array.shape)
     return _score(model.spec, model.params, pad_tokens(array), counts)[:, : array.shape[1] - 1]
@@ -115,7 +115,7 @@ class Trace:
 
 def trace(model: Model, tokens: ArrayLike) -> Trace:
     """Runs `tokens` `[B, T]` without a cache and returns what happens inside."""
-    array = token_array(model, tokens, 2)
+    array = token_array(model.config, tokens, 2)
     check_batch(model, array.shape[0])
     if array.shape[1] == 0:
         raise ValueError("trace needs at least one token")

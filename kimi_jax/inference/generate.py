@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import bucket, pad_tokens, token_array
 from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import extend
@@ -79,9 +80,11 @@ def generate(
     **Raises:** `ValueError` before anything runs: an empty prompt, an id outside the vocabulary, or a prompt that
     together with `max_new_tokens` is longer than the model's context.
     """
+    prompts = list(prompts)
+    check_prompts(model.config, prompts, max_new_tokens)
+    stops = model.stop_ids if stop_ids is None else tuple(token_array(model.config, list(stop_ids), 1).tolist())
     rows = [_Row(prompt) for prompt in prompts]
-    stops = frozenset(model.stop_ids if stop_ids is None else stop_ids)
-    longest = _check(model, prompts, max_new_tokens)
+    longest = max((len(prompt) for prompt in prompts), default=0)
     data = axis_size(model.mesh, "data")
     batch = -(-len(rows) // data) * data
     sampler = make_sampler(sampling, len(rows), batch)
@@ -121,7 +124,7 @@ def generate(
     return Generations(rows, logprobs)
 
 
-def _advance(row: _Row, token: int, logp: float, finite: bool, stops: frozenset[int]) -> None:
+def _advance(row: _Row, token: int, logp: float, finite: bool, stops: tuple[int, ...]) -> None:
     if not finite:
         # The most likely of all-NaN logits would be id 0, for ever.
         row.finish, row.error = (
@@ -135,19 +138,19 @@ def _advance(row: _Row, token: int, logp: float, finite: bool, stops: frozenset[
         row.logprobs.append(logp)
 
 
-def _check(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """What `generate` refuses before it runs; the configuration suffices, so that commands ask before loading."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, found {max_new_tokens}")
-    longest = 0
     for i, prompt in enumerate(prompts):
+        if np.ndim(prompt) != 1:
+            raise ValueError(f"prompt {i} must be a list of token ids, found {prompt!r}")
         if len(prompt) == 0:
             raise ValueError(f"prompt {i} is empty: give at least one token")
-        token_array(model, prompt, 1)
-        longest = max(longest, len(prompt))
-        total, limit = len(prompt) + max_new_tokens, model.config.max_positions
+        token_array(config, prompt, 1)
+        total, limit = len(prompt) + max_new_tokens, config.max_positions
         if total > limit:
             raise ValueError(
                 f"prompt {i}: {len(prompt)} tokens and {max_new_tokens} new ones make {total}, "
                 f"the model's context is {limit}"
             )
-    return longest

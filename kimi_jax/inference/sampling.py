@@ -33,10 +33,10 @@ class Sampling:
         """Refuses values outside their ranges."""
         ranges = {
             "temperature": (isfinite(self.temperature) and self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
+            "top_k": (self.top_k is None or (int(self.top_k) == self.top_k >= 1), "a whole number of at least 1"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
-            "seed": (0 <= self.seed < 2**32, "between 0 and 2³² − 1"),
+            "seed": (int(self.seed) == self.seed and 0 <= self.seed < 2**32, "a whole number between 0 and 2³² − 1"),
         }
         for field in fields(self):
             fine, wanted = ranges[field.name]
@@ -70,7 +70,7 @@ class Sampler:
             positions.astype(np.uint32),
             np.asarray([row.seed for row in self.rows], np.uint32),
             np.asarray([row.temperature for row in self.rows], np.float32),
-            np.asarray([row.top_k or width for row in self.rows], np.int32),
+            np.asarray([min(row.top_k or width, width) for row in self.rows], np.int32),
             np.asarray([1.0 if row.top_p is None else row.top_p for row in self.rows], np.float32),
             np.asarray([row.min_p or 0.0 for row in self.rows], np.float32),
         )

@@ -45,7 +45,7 @@ LayerCache = KDACache | MLACache
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cache:
     """The cache of a batch of sequences.
 
@@ -62,6 +62,9 @@ class Cache:
     lengths: Leaf
     identity: Leaf
     max_len: int = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return f"Cache({self.batch} rows of at most {self.max_len} tokens, {len(self.layers)} layers)"
 
     @property
     def batch(self) -> int:

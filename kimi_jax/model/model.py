@@ -1,7 +1,7 @@
 """The loaded model: configuration, mesh, and parameters as plain nested dicts, split from the modules once."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -43,25 +43,28 @@ class ModelSpec:
         return nnx.merge(self.graphdef, _as_state(params))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model ready to run.
 
     - `spec`: configuration, mesh and compute dtype.
     - `params`: see `Params`. Expert projections are stacked: `layers.3.block_sparse_moe.experts.w1.weight_packed`
         is `[E, F, L/2]`.
-    - `identity`: four numbers that tell this model's weights from another's; see `model_identity`.
     - `stop_ids`: ids that end a generation, from the configuration and the generation configuration.
     - `vision_tensors`: tensors of the vision tower and projector that the checkpoint holds and loading skipped.
 
-    Attributes of the module tree can be read through it: `model.layers[3].self_attn.kv_a_proj_with_mqa`.
+    The module tree over the same arrays is `module`; its layers can be reached directly:
+    `model.layers[3].self_attn.kv_a_proj_with_mqa`.
     """
 
     spec: ModelSpec
     params: Params
-    identity: tuple[int, ...]
     stop_ids: tuple[int, ...] = ()
     vision_tensors: int = 0
+
+    def __repr__(self) -> str:
+        where = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
+        return f"Model({self.config.architecture}, {self.config.num_layers} layers, {self.dtype.name}, on {where})"
 
     @property
     def config(self) -> ModelConfig:
@@ -93,27 +96,31 @@ class Model:
         """The decoder layers of `module`."""
         return self.module.layers
 
+    @cached_property
+    def identity(self) -> tuple[int, ...]:
+        """Four uint32 numbers that tell this configuration and these weights from others, on every mesh.
+
+        A digest of the configuration and of a sum over the bits of every parameter: the weights are read once.
+        """
+        digest = hashlib.sha256(repr(self.config).encode())
+        for name, leaf in flatten(self.params):
+            # One after the other: hundreds of small all-reduces in flight starve each other on CPU devices.
+            total = int(_bit_sum(leaf))
+            digest.update(f"{name} {leaf.shape} {leaf.dtype.name} {total}".encode())
+        return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
+
     def replace(self, **changes: Any) -> "Model":
         """A copy with other fields, e.g. `model.replace(params=edited)`.
 
-        New parameters give the copy an identity of its own, so that a saved cache of one is refused by the other.
+        **Raises:** `ValueError` naming the parameter where `params` lacks one, has one more, or one of another shape.
         """
-        if "params" in changes and "identity" not in changes:
-            old = dict(flatten(self.params))
-            edited = [(n, _bit_sum(x)) for n, x in flatten(changes["params"]) if x is not old.get(n)]
-            if edited:
-                parts = [np.asarray(self.identity, np.uint32).tobytes()]
-                parts += [n.encode() + np.asarray(total).tobytes() for n, total in edited]
-                changes["identity"] = model_identity(self.config, parts)
+        if "params" in changes:
+            old, new = dict(flatten(self.params)), dict(flatten(changes["params"]))
+            for name in {**old, **new}:
+                found, wanted = (leaves[name].shape if name in leaves else None for leaves in (new, old))
+                if found != wanted:
+                    raise ValueError(f"parameter {name} has the shape {found}, the model wants {wanted}")
         return replace(self, **changes)
-
-
-def model_identity(config: ModelConfig, parts: Iterable[bytes]) -> tuple[int, ...]:
-    """Four uint32 numbers from a digest of the configuration and of some bytes of every parameter."""
-    digest = hashlib.sha256(repr(config).encode())
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
 
 
 @jax.jit

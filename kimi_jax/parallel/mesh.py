@@ -63,6 +63,12 @@ def ask_for_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", max(1, count))
 
 
+def check_mesh(mesh: Mesh | None) -> None:
+    """Refuses what `make_mesh` would not have made."""
+    if mesh is not None and (not isinstance(mesh, Mesh) or tuple(mesh.axis_names) != MESH_AXES):
+        raise MeshError(f"a mesh with the axes {', '.join(MESH_AXES)} is wanted (make_mesh makes one), found {mesh!r}")
+
+
 def axis_size(mesh: Mesh | None, name: str) -> int:
     """Size of a mesh axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[name]

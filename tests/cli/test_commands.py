@@ -1,5 +1,6 @@
 """The commands: what they print, and their exit codes."""
 
+import base64
 import gzip
 import json
 import re
@@ -125,6 +126,7 @@ def test_generate_ids(run, tiny, golden):
         (("--prompt-ids", "600"), 2, "token id 600 is outside the vocabulary"),
         (("--prompt-ids", "1", "--max-new-tokens", "5000"), 2, "the model's context is 4096"),
         (("--prompt-ids", "one"), 2, "one"),
+        (("--prompt-ids", "1", "--stop-ids", "600"), 2, "token id 600 is outside the vocabulary"),
     ],
 )
 def test_generate_refuses(run, tiny, options, code, message):
@@ -135,11 +137,21 @@ def test_generate_refuses(run, tiny, options, code, message):
 
 def test_a_directory_that_is_none(run, tmp_path):
     code, _, error = run("generate", tmp_path / "nowhere", "--prompt-ids", "1")
-    assert code == 1
+    assert code == 2
     assert "nowhere is not a directory" in error
 
 
+def test_a_tokenizer_of_another_vocabulary_is_refused(run, checkpoint):
+    directory = checkpoint("tiny-k31")
+    lines = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(255)]
+    (directory / "tiktoken.model").write_bytes(b"\n".join(lines))
+    code, _, error = run("generate", directory, "--prompt", "a")
+    assert code == 1
+    assert "tiktoken.model" in error
+
+
 def test_wrong_use(run):
+    assert run("demo", "--max-new-tokens", "25")[0] == 2
     assert run("inspect", "no-such-model")[0] == 2
     assert run("no-such-command")[0] == 2
     assert run("inspect")[0] == 2
