@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, StoredTensor, is_vision, stored_tensors, vision_tensors
-from kimi_jax.checkpoint.safetensors_file import CheckpointError, TensorInfo
+from kimi_jax.checkpoint.safetensors_file import TensorInfo
+from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ModelConfig
 
 _MOST_LISTED = 10
@@ -41,23 +42,21 @@ def compare_names(config: ModelConfig, names: Iterable[str]) -> NameReport:
     return NameReport(len(found & wanted), tuple(sorted(wanted - found)), tuple(sorted(found - wanted)))
 
 
-def resolve_indexer(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> ModelConfig:
-    """The configuration with the indexer's sizes read off the tensors where the file left them out."""
+def resolve_indexer(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The configuration with the indexer's sizes read off the tensors' shapes where the file left them out."""
     if config.indexer is None or not config.indexer.layers:
         return config
-    prefix = f"{language_prefix(tensors)}model.layers.{config.indexer.layers[0]}.self_attn.indexer."
-    heads, keys = tensors.get(f"{prefix}weights_proj.weight"), tensors.get(f"{prefix}wk.weight")
-    for key, size, tensor in (
+    prefix = f"{language_prefix(shapes)}model.layers.{config.indexer.layers[0]}.self_attn.indexer."
+    heads, keys = shapes.get(f"{prefix}weights_proj.weight", ()), shapes.get(f"{prefix}wk.weight", ())
+    for key, size, shape in (
         ("index_n_heads", config.indexer.num_heads, heads),
         ("index_head_dim", config.indexer.head_dim, keys),
     ):
-        if size is None and (tensor is None or len(tensor.shape) != 2):
+        if size is None and len(shape) != 2:
             raise CheckpointError(
                 f"dsa_config has no {key!r}, and no tensor of the indexer at {prefix}* tells it: add the key"
             )
-    return config.with_indexer_sizes(
-        heads.shape[0] if heads else 0, keys.shape[0] if keys else 0, f"{prefix}k_norm.bias" in tensors
-    )
+    return config.with_indexer_sizes(heads[0] if heads else 0, keys[0] if keys else 0, f"{prefix}k_norm.bias" in shapes)
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, StoredTensor]:
@@ -84,7 +83,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> dic
 def _missing(
     config: ModelConfig, wanted: Mapping[str, StoredTensor], tensors: Mapping[str, TensorInfo]
 ) -> Iterable[str]:
-    places = sorted({str(tensor.path.parent) for tensor in tensors.values()})
+    places = sorted({tensor.path.rpartition("/")[0] for tensor in tensors.values()})
     for name in wanted:
         if name not in tensors:
             why = ""

@@ -1,6 +1,7 @@
-"""Loading a Hugging Face checkpoint into a sharded model, each device receiving only its own part."""
+"""Loading a checkpoint, Hugging Face's or a converted one, into a sharded model: a device receives only its part."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -10,18 +11,17 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from kimi_jax.checkpoint.check import check_tensors, resolve_indexer
-from kimi_jax.checkpoint.names import StoredTensor, is_vision
-from kimi_jax.checkpoint.safetensors_file import CheckpointError, CheckpointFiles
-from kimi_jax.config import ConfigError, ModelConfig, read_json_object
-from kimi_jax.config_reader import token_ids
+from kimi_jax.checkpoint.converted import ConvertedSource
+from kimi_jax.checkpoint.manifest import is_converted
+from kimi_jax.checkpoint.source import HuggingFaceSource
+from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model, ModelSpec, abstract_params, nest
-from kimi_jax.ops.mxfp4 import NAN_SCALE
 from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 
+ParamSource = HuggingFaceSource | ConvertedSource
 Progress = Callable[[int, int], None]
 """Called with the bytes placed so far and the bytes in all."""
 
@@ -31,106 +31,82 @@ def load_model(
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike = "bfloat16",
+    layers: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """Loads a checkpoint onto the devices of `mesh`.
+    """Loads a checkpoint onto the devices of `mesh`; on several hosts each reads only what its devices hold.
 
     **Arguments:**
 
-    - `directory`: a Hugging Face directory: `config.json`, safetensors files, and their index where there are
-        several.
-    - `mesh`: from `make_mesh`; None for one device.
+    - `directory`: a Hugging Face directory (`config.json`, safetensors files, and their index where there are
+        several) or its URL, or what `kimi-jax convert` made of one.
+    - `mesh`: from `make_mesh`; None for one device. It need not be the one a checkpoint was made on.
     - `dtype`: of the computation: bfloat16, float32, or float64 (which needs `jax_enable_x64`). The parameters keep
         the checkpoint's dtypes, packed experts stay packed.
+    - `layers`: load only these decoder layers, from 0, besides embedding, norm and head: for looking at some of a
+        model that does not fit. `model.layers[i]` of the others has shapes and no numbers.
     - `progress`: called after each parameter with bytes placed and bytes in all.
 
     **Raises:** `ConfigError` for the configuration, `MeshError` where the mesh does not divide the model,
-    `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right.
+    `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right,
+    and a conversion that is not finished is refused. `ValueError` for `dtype` and `layers`.
     """
-    directory = Path(directory)
     check_mesh(mesh)
     compute = _compute_dtype(dtype)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory")
-    config = ModelConfig.from_file(directory)
-    stop_ids = tuple(sorted({*config.stop_ids, *_generation_stop_ids(directory)}))
-    files = CheckpointFiles(directory)
-    config = resolve_indexer(config, files.tensors)
-    wanted = check_tensors(config, files.tensors)
-    by_param: dict[str, list[str]] = {}
-    for name, tensor in wanted.items():
-        assert tensor.param is not None
-        by_param.setdefault(tensor.param, []).append(name)
-
-    declared = abstract_params(config)
+    source = open_source(directory)
+    declared = abstract_params(source.config)
     shardings = {p: array_sharding(p, s.shape, axes, mesh) for p, (s, axes) in declared.items()}
-    sizes = {p: sum(files.tensors[n].end - files.tensors[n].start for n in by_param[p]) for p in declared}
+    present = _check_layers(layers, source.config)
+    wanted = [param for param in declared if _is_wanted(param, present)]
+    sizes = {param: math.prod(declared[param][0].shape) * source.dtype(param).itemsize for param in wanted}
     placed, total = 0, sum(sizes.values())
-    params: dict[str, Array] = {}
-    for param, (struct, _) in declared.items():
-        reader = _Reader(files, by_param[param], wanted, struct.shape)
-        params[param] = jax.make_array_from_callback(struct.shape, shardings[param], reader)
+    params: dict[str, Array | jax.ShapeDtypeStruct] = {p: struct for p, (struct, _) in declared.items()}
+    for param in wanted:
+        params[param] = _place(source, param, declared[param][0].shape, shardings[param])
         placed += sizes[param]
         if progress is not None:
             progress(placed, total)
     return Model(
-        spec=ModelSpec(config, mesh, compute),
+        spec=ModelSpec(source.config, mesh, compute),
         params=nest(params),
-        stop_ids=stop_ids,
-        vision_tensors=sum(is_vision(name) for name in files.tensors),
+        stop_ids=source.stop_ids,
+        vision_tensors=source.vision_tensors,
+        absent_layers=tuple(layer for layer in range(source.config.num_layers) if layer not in present),
     )
 
 
-class _Reader:
-    """Reads any slice of one parameter; devices that hold the same slice share one read."""
+def open_source(directory: str | Path) -> ParamSource:
+    """The checkpoint at a path or URL, checked as far as its headers or records tell."""
+    if "://" not in str(directory) and is_converted(Path(directory)):
+        return ConvertedSource(Path(directory))
+    return HuggingFaceSource(directory)
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        names: list[str],
-        wanted: Mapping[str, StoredTensor],
-        shape: tuple[int, ...],
-    ) -> None:
-        self.files, self.names, self.shape = files, names, shape
-        self.stacked = wanted[names[0]].expert is not None
-        self.read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
+def _place(source: ParamSource, param: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Array:
+    """A parameter on its devices; those that hold the same slice share one read."""
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        key = tuple(s.indices(size)[:2] for s, size in zip(index, self.shape, strict=True))
-        if key not in self.read:
-            self.read[key] = self._stack(index) if self.stacked else self._one(self.names[0], index)
-        return self.read[key]
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        if bounds not in read:
+            read[bounds] = source.read(param, tuple(slice(*b) for b in bounds))
+        return read[bounds]
 
-    def _stack(self, index: tuple[slice, ...]) -> np.ndarray:
-        names = self.names[index[0]]
-        sizes = [len(range(*s.indices(size))) for s, size in zip(index, self.shape, strict=True)]
-        out = np.empty(sizes, self.files.view(names[0]).dtype)
-        for i, name in enumerate(names):
-            out[i] = self._one(name, index[1:])
-        return out
+    return jax.make_array_from_callback(shape, sharding, part, dtype=source.dtype(param))
 
-    def _one(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        tensor = self.files.tensors[name]
-        stored = self.files.view(name)
-        if name.endswith(".A_log"):
-            stored = stored.reshape(-1)
-            padding = stored[self.shape[0] :]
-            if np.any(padding != 0):
-                raise CheckpointError(
-                    f"tensor {name} in {tensor.path}: {self.shape[0]} numbers are one a head, "
-                    f"the {padding.size} behind them must be zero padding, found {padding[padding != 0][0]}"
-                )
-            stored = stored[: self.shape[0]]
-        elif not self.stacked:
-            stored = stored.reshape(self.shape)
-        part = np.array(stored[index])
-        if name.endswith(".weight_scale") and np.any(part == NAN_SCALE):
-            raise CheckpointError(
-                f"tensor {name} in {tensor.path}: a scale byte is {NAN_SCALE}, which is NaN: the file is damaged, "
-                "or was written by a failed quantisation"
-            )
-        return part
+
+def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> frozenset[int]:
+    chosen = range(config.num_layers) if layers is None else layers
+    for layer in chosen:
+        if not 0 <= layer < config.num_layers:
+            raise ValueError(f"layers: {layer} is none of the model's, 0 to {config.num_layers - 1}")
+    return frozenset(chosen)
+
+
+def _is_wanted(param: str, layers: frozenset[int]) -> bool:
+    head, _, tail = param.partition(".")
+    return head != "layers" or int(tail.partition(".")[0]) in layers
 
 
 def _compute_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -140,14 +116,3 @@ def _compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     if name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
     return jnp.dtype(name)
-
-
-def _generation_stop_ids(directory: Path) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return ()
-    raw = read_json_object(path)
-    try:
-        return token_ids(raw, "eos_token_id")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None

@@ -11,7 +11,10 @@ import tyro
 from rich.console import Console
 
 from kimi_jax.checkpoint.check import NameReport, check_tensors, compare_names, resolve_indexer
-from kimi_jax.checkpoint.safetensors_file import CheckpointError, CheckpointFiles, read_index
+from kimi_jax.checkpoint.converted import ConvertedSource
+from kimi_jax.checkpoint.manifest import is_converted
+from kimi_jax.checkpoint.safetensors_file import CheckpointFiles, read_index
+from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.cli.output import CommandError, UsageError, console, print_table
 from kimi_jax.config import ConfigError, ModelConfig, find_config
 from kimi_jax.planning.accounting import Account, account
@@ -41,10 +44,16 @@ class Inspect:
             raise UsageError(str(error)) from None
         config = ModelConfig.from_file(path)
         checkpoint, fault = None, None
-        if Path(self.source).is_dir():
+        if is_converted(Path(self.source)):
+            try:
+                converted = ConvertedSource(Path(self.source))
+                config, checkpoint = converted.config, _count_converted(converted)
+            except CheckpointError as error:
+                fault = str(error)
+        elif Path(self.source).is_dir():
             try:
                 files = CheckpointFiles(Path(self.source))
-                config = resolve_indexer(config, files.tensors)
+                config = resolve_indexer(config, {name: t.shape for name, t in files.tensors.items()})
                 checkpoint = _compare_files(config, files)
                 check_tensors(config, files.tensors)
             except CheckpointError as error:
@@ -76,13 +85,19 @@ def _compare_files(config: ModelConfig, files: CheckpointFiles) -> dict[str, Any
     return {"files": len(files.files), "bytes": sum(sizes), **_report(compare_names(config, files.tensors))}
 
 
+def _count_converted(source: ConvertedSource) -> dict[str, Any]:
+    arrays = [array for record in source.records.values() for array in record.values()]
+    sizes = {"parts": len(source.records), "arrays": len(arrays), "bytes": sum(array.nbytes for array in arrays)}
+    return {**sizes, "missing": [], "extra": []}
+
+
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        data = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
-    return read_index(path, text)
+    return read_index(str(path), data)
 
 
 def _report(report: NameReport) -> dict[str, Any]:

@@ -8,11 +8,13 @@ import tyro
 
 from kimi_jax import __version__
 from kimi_jax.chat.tokenizer import TokenizerError
-from kimi_jax.checkpoint.safetensors_file import CheckpointError
+from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.output import CommandError, UsageError, complain
+from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.config import ConfigError
 from kimi_jax.parallel.mesh import MeshError
 
@@ -20,6 +22,10 @@ Command = (
     Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
 )
 
 

@@ -1,5 +1,6 @@
 """What commands print: results to standard output, progress and complaints to standard error."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,13 +47,31 @@ def print_table(out: Console, title: str, columns: Sequence[str], rows: Sequence
 @contextmanager
 def byte_progress(task: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error for (bytes done, bytes in all), with rate and time left."""
+    with named_byte_progress(task) as tell:
+        yield lambda done, total: tell(task, done, total)
+
+
+@contextmanager
+def named_byte_progress(first: str = "reading headers") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error for (what is going on, bytes done, bytes in all), with rate and time left."""
     columns = (
-        TextColumn(task),
+        TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(task, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
+        bar = progress.add_task(first, total=None)
+        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "16GB", "500 MiB" or "1000000". **Raises:** `ValueError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or (found[2] or "B").upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a number of bytes; write it like 16GB or 500MiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "B").upper()])

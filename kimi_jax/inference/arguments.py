@@ -69,7 +69,12 @@ def row_mask(name: str, rows: ArrayLike | None, batch: int) -> np.ndarray:
 
 
 def check_batch(model: Model, batch: int) -> None:
-    """Refuses a batch that the mesh's `data` axis does not divide."""
+    """Refuses a batch that the mesh's `data` axis does not divide, and a model whose layers are not all there."""
+    if model.absent_layers:
+        raise ValueError(
+            f"this model was loaded with `layers`: {len(model.absent_layers)} of its layers have no numbers "
+            f"(the first is {model.absent_layers[0]}); load it whole to run it"
+        )
     data = axis_size(model.mesh, "data")
     if batch < 1 or batch % data:
         raise MeshError(f"a batch of {batch} cannot be split over mesh axis 'data' of {data}: pad it to a multiple")

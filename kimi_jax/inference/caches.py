@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool
 from safetensors.numpy import save_file
 
-from kimi_jax.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from kimi_jax.checkpoint.safetensors_file import SafetensorsFile
+from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
 from kimi_jax.model.cache import Cache, cache_layout
 from kimi_jax.model.model import Model, ModelSpec, flatten
@@ -141,7 +142,7 @@ def load_cache(path: str | Path, model: Model) -> Cache:
         raise CacheError(f"{path}: the cache was made by a model with other weights")
     arrays = {}
     for name, struct in _named(wanted).items():
-        flat = file.view(name).view(struct.dtype) if name in file.tensors else np.empty(0, struct.dtype)
+        flat = file.read(name).view(struct.dtype) if name in file.tensors else np.empty(0, struct.dtype)
         rest = int(np.prod([size for i, size in enumerate(struct.shape) if not (_grows(name) and i == 1)]))
         shape = (batch, flat.size // rest, *struct.shape[2:]) if _grows(name) else struct.shape
         if flat.size != int(np.prod(shape)):

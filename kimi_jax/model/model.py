@@ -51,6 +51,7 @@ class Model:
     - `params`: see `Params`. Expert projections are stacked: `layers.3.block_sparse_moe.experts.w1.weight_packed`
         is `[E, F, L/2]`.
     - `stop_ids`: ids that end a generation, from the configuration and the generation configuration.
+    - `absent_layers`: layers that `load_model(layers=…)` left out; their parameters have shapes and no numbers.
     - `vision_tensors`: tensors of the vision tower and projector that the checkpoint holds and loading skipped.
 
     The module tree over the same arrays is `module`; its layers can be reached directly:
@@ -61,6 +62,7 @@ class Model:
     params: Params
     stop_ids: tuple[int, ...] = ()
     vision_tensors: int = 0
+    absent_layers: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         where = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kimi_jax as kj
-from kimi_jax.checkpoint.safetensors_file import CheckpointError
+from kimi_jax.checkpoint.storage import CheckpointError
 
 NUMPY = {
     "F64": np.float64,

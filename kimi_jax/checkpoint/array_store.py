@@ -1,0 +1,201 @@
+"""Orbax checkpoints whose arrays are written block by block and read by slices: no array lies whole in memory.
+
+Orbax names, lists and commits the checkpoint (a temporary folder, renamed when everything is written). Each array is
+a zarr array of version 3 in a folder of its own, uncompressed; a file of it (a shard) holds the chunks of one block of
+rows, and the chunks are chosen so that the part of one device is whole chunks. Plain
+`orbax.checkpoint.PyTreeCheckpointer().restore(path)` reads what is written here.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint import type_handlers
+
+from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.model.model import nest
+from kimi_jax.parallel.sharding import Axes
+
+BAND = 32 << 20
+"""Rows that share their chunks along the first axis take at most this many bytes: the least that is written at once."""
+_RAW = {"name": "bytes", "configuration": {"endian": "little"}}
+_SPLITS = 2**7 * 3 * 5 * 7  # numbers of devices whose parts are whole chunks: its divisors
+_ONE_CHUNK = 4096  # arrays of fewer bytes are not divided
+
+
+@dataclass(frozen=True)
+class StreamedArray:
+    """An array to be written.
+
+    - `chunks`: shape of a chunk.
+    - `block_rows`: rows of a block, a multiple of `chunks[0]`.
+    - `blocks`: called when the array's turn comes; yields its rows in order, block by block.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    block_rows: int
+    blocks: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        """Number of elements; Orbax asks."""
+        return math.prod(self.shape)
+
+
+def chunk_shape(shape: Sequence[int], axes: Axes, itemsize: int) -> tuple[int, ...]:
+    """The chunks of an array with these logical axes.
+
+    An axis that the sharding table may split is cut so that up to 128 devices (or 96, 105, …: every divisor of
+    13,440 that divides the axis) each find whole chunks; then rows so that a row of chunks takes at most `BAND` bytes.
+    """
+    if math.prod(shape) * itemsize < _ONE_CHUNK:
+        return tuple(shape)
+    chunks = list(shape)
+    for i, (size, axis) in enumerate(zip(shape, axes, strict=True)):
+        if axis is not None:
+            parts = axis[1] if isinstance(axis, tuple) else size
+            chunks[i] = size // math.gcd(parts, _SPLITS)
+    width = math.prod(shape[1:]) * itemsize
+    if chunks[0] * width > BAND:
+        most = max(1, BAND // width)
+        chunks[0] = next(rows for rows in range(most, 0, -1) if chunks[0] % rows == 0)
+    return tuple(chunks)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, StreamedArray], in_flight: int) -> None:
+    """Writes one Orbax checkpoint, arrays under their dotted names; `path` appears when all of it is written.
+
+    At most `in_flight` bytes are being written while the next block is read. It is durable after `sync_tree(path)`.
+
+    **Raises:** what reading the blocks raises; `CheckpointError` where writing fails.
+    """
+    registry = type_handlers.create_type_handler_registry((StreamedArray, _Handler(in_flight)))
+    try:
+        with _quiet():
+            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False, use_zarr3=True)
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(path.absolute(), nest(arrays), force=True)
+    except (ValueError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: writing failed: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax from warning that there are no jax.Arrays among the leaves, which is meant, and from printing the
+    trace of an error that it raises as well."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Handler(type_handlers.NumpyHandler):
+    """Tells Orbax how a `StreamedArray` is written; it is restored as any array."""
+
+    def __init__(self, in_flight: int) -> None:
+        super().__init__()
+        self.in_flight = in_flight
+
+    async def serialize(
+        self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Returns one future that writes all arrays, one after the other."""
+
+        async def write_all() -> None:
+            writing = _Writing(self.in_flight)
+            with ThreadPoolExecutor(1) as reader:
+                for value, info in zip(values, infos, strict=True):
+                    await info.await_path_creation()
+                    await _write(value, Path(info.parent_dir), info.name, info.ts_context, reader, writing)
+            await writing.leave(0)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="kimi_jax")]
+
+
+class _Writing:
+    """Writes that have been started, of at most `limit` bytes together, or one."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.started: deque[tuple[int, Any]] = deque()
+
+    async def add(self, place: ts.TensorStore, block: np.ndarray) -> None:
+        """Starts a write when there is room."""
+        await self.leave(max(0, self.limit - block.nbytes))
+        self.started.append((block.nbytes, place.write(block, can_reference_source_data_indefinitely=True).commit))
+        self.bytes += block.nbytes
+
+    async def leave(self, most: int) -> None:
+        """Waits until at most this many bytes are being written."""
+        while self.bytes > most:
+            size, future = self.started.popleft()
+            await future
+            self.bytes -= size
+
+
+async def _write(
+    value: StreamedArray, folder: Path, name: str, context: ts.Context, reader: ThreadPoolExecutor, writing: _Writing
+) -> None:
+    inner = {"chunk_shape": value.chunks, "codecs": [_RAW], "index_codecs": [_RAW, {"name": "crc32c"}]}
+    columns = (-(-size // chunk) * chunk for size, chunk in zip(value.shape[1:], value.chunks[1:], strict=True))
+    shard = (value.block_rows, *columns) if value.shape else ()
+    spec = _spec(folder, name) | {
+        "context": {"file_io_sync": False},  # `sync_tree` does it once
+        "metadata": {
+            "shape": value.shape,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
+            "codecs": [{"name": "sharding_indexed", "configuration": inner}] if value.shape else [_RAW],
+        },
+        "dtype": value.dtype.name,
+        "store_data_equal_to_fill_value": True,
+    }
+    store = await ts.open(spec, create=True, open=False, context=context)
+    blocks, row, loop = value.blocks(), 0, asyncio.get_running_loop()
+    while (block := await loop.run_in_executor(reader, next, blocks, None)) is not None:
+        await writing.add(store[row : row + len(block)] if block.ndim else store, block)
+        row += len(block) if block.ndim else 0
+        del block
+
+
+def _spec(folder: Path, name: str) -> dict[str, Any]:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/{name}/"}}
+
+
+class ArrayStore:
+    """The arrays of one Orbax checkpoint, read by slices."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._open: dict[str, ts.TensorStore] = {}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of the array of that dotted name, in memory of its own.
+
+        **Raises:** `CheckpointError` naming array and folder where it cannot be read.
+        """
+        try:
+            if name not in self._open:
+                # A file that is missing must be an error, not zeros.
+                spec = _spec(self.path, name) | {"fill_missing_data_reads": False}
+                self._open[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+            return self._open[name][index].read().result()
+        except (ValueError, OSError, IndexError) as error:
+            raise CheckpointError(f"{self.path}: array {name} cannot be read: {error}") from error

@@ -1,0 +1,99 @@
+"""`kimi-jax convert`, `verify` and `export`: checkpoints from Hugging Face's form to ours and back."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from kimi_jax.checkpoint.convert import convert
+from kimi_jax.checkpoint.export import export
+from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.checkpoint.verify import verify
+from kimi_jax.cli.output import UsageError, named_byte_progress, parse_bytes
+from kimi_jax.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert a Hugging Face checkpoint into one that any mesh restores from, or go on with a stopped conversion.
+
+    Experts stay packed. Killed at any instant, the same command goes on: what is there is compared with its digests,
+    the rest is made. Several processes (on one or more hosts that share the destination) divide the layers among
+    themselves by --process-index and --process-count.
+    """
+
+    source: tyro.conf.Positional[str]
+    """A Hugging Face directory, or its URL (gs://…, s3://…; needs the extra kimi_jax[remote])."""
+    directory: tyro.conf.Positional[Path]
+    """Where the converted checkpoint goes."""
+    max_memory: str = "16GB"
+    """Memory the process may use, e.g. 4GB or 500MiB, besides 1 GB for the interpreter and the names."""
+    overwrite: bool = False
+    """Replace a finished conversion."""
+    process_index: int = 0
+    """Which of the processes this is, from 0."""
+    process_count: int = 1
+    """Processes that convert together; each is started with the same command and its own index."""
+
+    def run(self) -> None:
+        """Converts."""
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        try:
+            max_memory = parse_bytes(self.max_memory)
+            with named_byte_progress() as progress:
+                manifest = convert(
+                    self.source,
+                    self.directory,
+                    max_memory=max_memory,
+                    overwrite=self.overwrite,
+                    process_index=self.process_index,
+                    process_count=self.process_count,
+                    progress=progress,
+                )
+        except (CheckpointError, ConfigError):
+            raise
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        parts = len(manifest.parts)
+        if manifest.complete:
+            print(f"{self.directory}: complete, {parts} parts")
+        else:
+            print(f"{self.directory}: {manifest.done} of {parts} parts are done; the other processes go on")
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read a converted checkpoint whole and compare every tensor with its digest, or with its source.
+
+    Exit code 1 with the first differing tensor (and element) where something differs.
+    """
+
+    directory: tyro.conf.Positional[Path]
+    """A converted checkpoint."""
+    against: str | None = None
+    """The Hugging Face directory or URL it was made of."""
+
+    def run(self) -> None:
+        """Compares."""
+        with named_byte_progress() as progress:
+            count = verify(self.directory, self.against, progress)
+        print(f"{self.directory}: {count} arrays, all equal to their {'digests' if self.against is None else 'source'}")
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the Hugging Face files that a converted checkpoint was made of, byte for byte."""
+
+    directory: tyro.conf.Positional[Path]
+    """A converted checkpoint."""
+    out: tyro.conf.Positional[Path]
+    """A new directory."""
+    overwrite: bool = False
+    """Write into a directory that is not empty, replacing files of the same names."""
+
+    def run(self) -> None:
+        """Exports."""
+        with named_byte_progress() as progress:
+            count = export(self.directory, self.out, overwrite=self.overwrite, progress=progress)
+        print(f"{self.out}: {count} safetensors files")
