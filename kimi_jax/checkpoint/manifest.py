@@ -8,7 +8,9 @@
 
 Arrays keep the checkpoint's dtypes; packed experts stay packed bytes, stacked over experts, one chunk an expert. On
 disk an array is divided into blocks of whole experts or rows, at most 32 MiB each, a file a block: that is all that
-conversion holds in memory of an array, however large it is. A record is written after its part is on the disk, and the manifest is marked complete when every record is there, so
+conversion holds in memory of an array, however large it is.
+
+A record is written after its part is on the disk, and the manifest is marked complete when every record is there, so
 that what no record names does not count.
 """
 
