@@ -32,6 +32,8 @@ MESHES: dict[str, dict[str, int] | None] = {
     "data8": {"data": 8},
     "tensor4": {"tensor": 4},
     "data2-tensor2": {"data": 2, "tensor": 2},
+    "context8": {"context": 8},
+    "all2": {"data": 2, "context": 2, "tensor": 2},
 }
 
 

@@ -16,6 +16,7 @@ from kimi_jax.checkpoint.manifest import is_converted
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model, ModelSpec, abstract_params, nest
+from kimi_jax.parallel.expert_parallel import STRATEGIES
 from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
 
@@ -32,6 +33,7 @@ def load_model(
     mesh: Mesh | None = None,
     dtype: DTypeLike = "bfloat16",
     layers: Sequence[int] | None = None,
+    expert_strategy: str = "auto",
     progress: Progress | None = None,
 ) -> Model:
     """Loads a checkpoint onto the devices of `mesh`; on several hosts each reads only what its devices hold.
@@ -45,6 +47,8 @@ def load_model(
         the checkpoint's dtypes, packed experts stay packed.
     - `layers`: load only these decoder layers, from 0, besides embedding, norm and head: for looking at some of a
         model that does not fit. `model.layers[i]` of the others has shapes and no numbers.
+    - `expert_strategy`: how expert parallelism moves tokens: "gather", "dispatch", or "auto" by the bytes that each
+        moves (see `kimi_jax.parallel.expert_parallel`).
     - `progress`: called after each parameter with bytes placed and bytes in all.
 
     **Raises:** `ConfigError` for the configuration, `MeshError` where the mesh does not divide the model,
@@ -53,6 +57,8 @@ def load_model(
     """
     check_mesh(mesh)
     compute = _compute_dtype(dtype)
+    if expert_strategy not in STRATEGIES:
+        raise ValueError(f"expert_strategy {expert_strategy!r} is none of {', '.join(STRATEGIES)}")
     source = open_source(directory)
     declared = abstract_params(source.config)
     shardings = {p: array_sharding(p, s.shape, axes, mesh) for p, (s, axes) in declared.items()}
@@ -67,7 +73,7 @@ def load_model(
         if progress is not None:
             progress(placed, total)
     return Model(
-        spec=ModelSpec(source.config, mesh, compute),
+        spec=ModelSpec(source.config, mesh, compute, expert_strategy),
         params=nest(params),
         stop_ids=source.stop_ids,
         vision_tensors=source.vision_tensors,

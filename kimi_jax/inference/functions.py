@@ -136,7 +136,7 @@ def trace(model: Model, tokens: ArrayLike) -> Trace:
 def computing(spec: ModelSpec) -> Iterator[None]:
     """While a function is traced: the mesh that constraints refer to, and full matmul precision above bfloat16."""
     precision = None if spec.dtype == jnp.bfloat16 else "highest"
-    with on_mesh(spec.mesh), jax.default_matmul_precision(precision):
+    with on_mesh(spec.mesh, spec.expert_strategy), jax.default_matmul_precision(precision):
         yield
 
 

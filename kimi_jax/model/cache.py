@@ -96,8 +96,8 @@ def cache_layout(config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int
     axes: dict[str, Axes] = {
         "state": ("batch", "heads", None, None),
         "conv_tail": ("batch", None, None, ("heads", kda.num_heads)),
-        "latents": ("batch", None, None),
-        "index_keys": ("batch", None, None),
+        "latents": ("batch", "positions", None),
+        "index_keys": ("batch", "positions", None),
         "lengths": ("batch",),
         "identity": (None,),
     }

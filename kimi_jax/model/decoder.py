@@ -13,7 +13,7 @@ from kimi_jax.model.layers import MLP, Linear, Norm
 from kimi_jax.model.mla import MultiHeadLatentAttention
 from kimi_jax.model.moe import LatentMoE
 from kimi_jax.ops.attn_res import mix_residuals
-from kimi_jax.parallel.sharding import constrain
+from kimi_jax.parallel.sharding import constrain, divided
 
 Bank = tuple[Float[Array, "B T D"], ...]
 
@@ -88,7 +88,7 @@ class DecoderLayer(nnx.Module):
             mlp_out, index, weight = self.block_sparse_moe(mlp_in, call.real, choice)
         else:
             mlp_out = self.mlp(mlp_in)
-        prefix = constrain("hidden", prefix + mlp_out, ("batch", None, None))
+        prefix = constrain("hidden", prefix + mlp_out, ("batch", divided("tokens", prefix.shape[1]), None))
         return prefix, bank, cache, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight)
 
     def _mix(self, prefix: Array, bank: Bank, part: str) -> Array:

@@ -11,7 +11,8 @@ from kimi_jax.model.layers import BF16, F32, Linear, parameter
 from kimi_jax.ops.convolution import short_convolution
 from kimi_jax.ops.kda import gated_rms_norm, kda_chunked, kda_step, log_decay
 from kimi_jax.ops.norms import at_least_float32, l2_normalize
-from kimi_jax.parallel.sharding import constrain
+from kimi_jax.parallel.context_parallel import over_tokens
+from kimi_jax.parallel.sharding import constrain, divided
 
 
 class ShortConvolution(nnx.Module):
@@ -66,8 +67,10 @@ class KimiDeltaAttention(nnx.Module):
         if cache is None:
             cache = empty_kda_cache(config, x.dtype, x.shape[0])
 
+        tokens = divided("tokens", x.shape[1])
+
         def by_head(y: Array) -> Array:
-            return constrain("kda", y.reshape((*y.shape[:2], heads, width)), ("batch", None, "heads", None))
+            return constrain("kda", y.reshape((*y.shape[:2], heads, width)), ("batch", tokens, "heads", None))
 
         inputs = jnp.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=2)
         taps = jnp.stack([conv.weight[...] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
@@ -76,7 +79,7 @@ class KimiDeltaAttention(nnx.Module):
 
         raw = by_head(self.f_b_proj(self.f_a_proj(x)))
         g = log_decay(raw, self.A_log[...], self.dt_bias[...], config.kda.gate_lower_bound)
-        beta = constrain("kda", at_least_float32(self.b_proj(x)), ("batch", None, "heads"))
+        beta = constrain("kda", at_least_float32(self.b_proj(x)), ("batch", tokens, "heads"))
         beta = nnx.sigmoid(beta)
         # Padding neither fades the state nor writes to it.
         g = jnp.where(call.real[:, :, None, None], g, 0)
@@ -87,7 +90,7 @@ class KimiDeltaAttention(nnx.Module):
             out, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
             out = out[:, None]
         else:
-            out, state = kda_chunked(q, k, v, g, beta, cache.state)
+            out, state = over_tokens(kda_chunked, q, k, v, g, beta, cache.state)
         state = jnp.where((call.lengths > 0)[:, None, None, None], state, cache.state)
         state = constrain("kda state", state, ("batch", "heads", None, None))
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.config import ModelConfig
 from kimi_jax.ops.activations import silu_glu, situ
 from kimi_jax.ops.norms import rms_norm
-from kimi_jax.parallel.sharding import Axes, constrain
+from kimi_jax.parallel.sharding import Axes, constrain, divided
 
 BF16 = jnp.dtype(jnp.bfloat16)
 F32 = jnp.dtype(jnp.float32)
@@ -54,7 +54,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
         """The tokens' rows in `dtype`."""
         rows = jnp.take(self.weight[...], tokens, axis=0, mode="clip").astype(dtype)
-        return constrain("embedding", rows, ("batch", None, None))
+        return constrain("embedding", rows, ("batch", divided("tokens", tokens.shape[1]), None))
 
 
 def gated_activation(config: ModelConfig) -> Callable[[Array, Array], Array]:
@@ -77,4 +77,4 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The MLP of each token."""
         hidden = gated_activation(self.config)(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(constrain("mlp hidden", hidden, ("batch", None, "ffn")))
+        return self.down_proj(constrain("mlp hidden", hidden, ("batch", divided("tokens", x.shape[1]), "ffn")))

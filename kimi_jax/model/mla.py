@@ -1,5 +1,9 @@
 """The multi-head latent attention layer, without rotary embedding, with K3.1's optional indexer."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -8,10 +12,11 @@ from kimi_jax.config import ConfigError, ModelConfig
 from kimi_jax.model.cache import MLACache, write_rows
 from kimi_jax.model.call import Call
 from kimi_jax.model.layers import Linear, Norm, parameter
-from kimi_jax.ops.indexer import indexed_attention
-from kimi_jax.ops.latent_attention import decode_attention, filled_blocks, prefill_attention
+from kimi_jax.ops.indexer import Gather, indexed_attention
+from kimi_jax.ops.latent_attention import Combine, decode_attention, filled_blocks, prefill_attention
 from kimi_jax.ops.norms import layer_norm
-from kimi_jax.parallel.sharding import constrain
+from kimi_jax.parallel.context_parallel import over_positions, write_positions
+from kimi_jax.parallel.sharding import Axes, constrain
 
 LATENT_NORM_EPS = 1e-6
 """`q_a_layernorm` and `kv_a_layernorm` use this whatever `rms_norm_eps` says."""
@@ -98,26 +103,65 @@ class MultiHeadLatentAttention(nnx.Module):
         c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
         latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
         if cache is not None:
-            latents = write_rows(cache.latents, latents, call.positions, call.real)
+            latents = write_positions(write_rows, cache.latents, latents, call.positions, call.real)
         index_keys = None
 
         kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
-        entries = latents.astype(x.dtype)
+        entries = ("batch", "positions", None)
+        arrays: dict[str, Any] = {"q": q, "latents": latents.astype(x.dtype), "w_key": w_key, "w_value": w_value}
+        arrays |= {"positions": call.positions, "filled": call.filled}
+        axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}
+        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": ()}
+        attend: Callable[..., Array] = _dense
         if self.has_indexer and q_latent is not None:
             index_keys = self.indexer.keys(x)
             if cache is not None:
-                index_keys = write_rows(cache.index_keys, index_keys, call.positions, call.real)
-            index_q, weight = self.indexer.queries(q_latent), self.indexer.weights_proj(x)
-            out = indexed_attention(
-                q, entries, w_key, w_value, index_q, index_keys.astype(x.dtype), weight,
-                call.positions, call.filled, self.indexer.top_k,
-            )  # fmt: skip
-        else:
-            attention = decode_attention if x.shape[1] == 1 else prefill_attention
-            blocks = filled_blocks(call.filled, entries.shape[1])
-            out = attention(q, entries, w_key, w_value, call.positions, blocks)
+                index_keys = write_positions(write_rows, cache.index_keys, index_keys, call.positions, call.real)
+            arrays |= {"index_q": self.indexer.queries(q_latent), "index_k": index_keys.astype(x.dtype)}
+            arrays["index_weight"] = self.indexer.weights_proj(x)
+            axes |= {"index_q": ("batch", None, None, None), "index_k": entries, "index_weight": ("batch", None, None)}
+            attend = partial(_indexed, top_k=self.indexer.top_k)
+        out = over_positions(attend, arrays, axes, latents.shape[1], heads)
         out = constrain("mla out", out, heads).reshape((*x.shape[:2], -1))
         if mla.output_gate:
             out = out * nnx.sigmoid(self.g_proj(x))
         return self.o_proj(out), MLACache(latents, index_keys)
+
+
+def _dense(
+    first: Array | int,
+    combine: Combine | None,
+    gather: Any,
+    q: Array,
+    latents: Array,
+    w_key: Array,
+    w_value: Array,
+    positions: Array,
+    filled: Array | int,
+) -> Array:
+    """Attention to all of the entries from position `first` on that are held here."""
+    attention = decode_attention if q.shape[1] == 1 else prefill_attention
+    blocks = filled_blocks(filled - first, latents.shape[1])
+    return attention(q, latents, w_key, w_value, positions - first, blocks, combine)
+
+
+def _indexed(
+    first: Array | int,
+    combine: Combine | None,
+    gather: Gather | None,
+    q: Array,
+    latents: Array,
+    w_key: Array,
+    w_value: Array,
+    positions: Array,
+    filled: Array | int,
+    index_q: Array,
+    index_k: Array,
+    index_weight: Array,
+    top_k: int,
+) -> Array:
+    """Attention to those of the entries held here that the indexer chooses among all."""
+    return indexed_attention(
+        q, latents, w_key, w_value, index_q, index_k, index_weight, positions, filled, top_k, first, combine, gather
+    )

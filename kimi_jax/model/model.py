@@ -27,11 +27,13 @@ class ModelSpec:
     """What a compiled function depends on besides its arrays; hashable.
 
     - `dtype`: of the computation. Stored parameters keep the checkpoint's.
+    - `expert_strategy`: see `kimi_jax.parallel.expert_parallel`.
     """
 
     config: ModelConfig
     mesh: Mesh | None
     dtype: jnp.dtype
+    expert_strategy: str = "auto"
 
     @cached_property
     def graphdef(self) -> nnx.GraphDef:

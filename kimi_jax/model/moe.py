@@ -92,16 +92,15 @@ class LatentMoE(nnx.Module):
         moe = self.config.moe
         flat = x.reshape((-1, x.shape[-1]))
         index, weight = self.route(flat, None if choice is None else choice.reshape((flat.shape[0], -1)))
-        sent = jnp.where(real.reshape((-1, 1)), index, moe.num_experts)
-        z = flat if moe.latent_width is None else self.routed_expert_down_proj(flat)
+        index, weight = (y.reshape((*x.shape[:2], -1)) for y in (index, weight))
+        sent = jnp.where(real[..., None], index, moe.num_experts)
+        z = x if moe.latent_width is None else self.routed_expert_down_proj(x)
         apply = partial(routed_experts, activate=gated_activation(self.config))
-        out = expert_parallel(apply, z, sent, weight, self.experts.arrays()).astype(x.dtype)
+        out = expert_parallel(apply, z, sent, weight, self.experts.arrays(), moe.num_experts).astype(x.dtype)
         if moe.latent_width is not None:
             if moe.latent_norm:
                 out = self.routed_expert_norm(out)
             out = self.routed_expert_up_proj(out)
-        out = out.reshape(x.shape)
         if moe.num_shared:
             out = out + self.shared_experts(x)
-        shape = (*x.shape[:2], -1)
-        return out, index.reshape(shape), weight.reshape(shape)
+        return out, index, weight

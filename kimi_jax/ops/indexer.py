@@ -1,14 +1,17 @@
 """The lightning indexer of K3.1 (DeepSeek sparse attention): which cached positions a token attends to."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.latent_attention import sparse_attention
+from kimi_jax.ops.latent_attention import Combine, sparse_attention
 from kimi_jax.ops.norms import at_least_float32, wide_dtype
 
 KEY_BLOCK = 1024
 """Cached positions scored at a time."""
+Gather = Callable[[Array], Array]
 QUERY_BLOCK = 16
 """Tokens that choose and attend at a time: each gathers its own cached entries."""
 
@@ -34,6 +37,8 @@ def choose_positions(
     positions: Int[Array, "B T"],
     length: Int[Array, ""] | int,
     top_k: int,
+    first: Int[Array, ""] | int = 0,
+    gather: Gather | None = None,
 ) -> tuple[Int[Array, "B T J"], Bool[Array, "B T J"]]:
     """The `J = min(top_k, S)` cached positions of highest score that lie at or before each token.
 
@@ -41,6 +46,8 @@ def choose_positions(
 
     - `q`, `k`, `weight`: as `index_scores`. `positions`: each token's own place in the cache.
     - `length`: positions filled in any row; what lies behind is not scored.
+    - `first`, `gather`: where the keys lie on several devices, the first position held here, and what puts the devices'
+        best side by side, in the order of their positions, along the last axis.
 
     **Returns:** the positions, and which of them are real: an early token has fewer than `top_k` to choose
     from. Of equal scores the lower position wins.
@@ -55,9 +62,16 @@ def choose_positions(
 
     wide = wide_dtype(q.dtype)
     scores = jnp.full((*q.shape[:2], capacity), -jnp.inf, wide)
-    scores = jax.lax.fori_loop(0, -(-length // size), one_block, scores)
-    visible = jnp.arange(capacity, dtype=positions.dtype)[None, None, :] <= positions[:, :, None]
+    filled = length - first
+    filled = min(filled, capacity) if isinstance(filled, int) else jnp.clip(filled, 0, capacity)
+    scores = jax.lax.fori_loop(0, -(-filled // size), one_block, scores)
+    visible = first + jnp.arange(capacity, dtype=positions.dtype)[None, None, :] <= positions[:, :, None]
     best, index = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), min(top_k, capacity))
+    index = first + index
+    if gather is not None:
+        best, index = gather(best), gather(index)
+        best, place = jax.lax.top_k(best, min(top_k, best.shape[-1]))
+        index = jnp.take_along_axis(index, place, axis=-1)
     return index, best > -jnp.inf
 
 
@@ -72,19 +86,24 @@ def indexed_attention(
     positions: Int[Array, "B T"],
     length: Int[Array, ""] | int,
     top_k: int,
+    first: Int[Array, ""] | int = 0,
+    combine: Combine | None = None,
+    gather: Gather | None = None,
 ) -> Float[Array, "B T N V"]:
     """MLA in which each token sees only the `top_k` cached entries that the indexer prefers.
 
     Blocks of `QUERY_BLOCK` tokens, so that the gathered entries stay few. With at most `top_k` entries before a
-    token this equals dense attention. Arguments as `choose_positions` (G index heads) and `prefill_attention`.
+    token this equals dense attention. Arguments as `choose_positions` (G index heads) and `prefill_attention`; where
+    the entries lie on several devices, each attends to those of the chosen that it holds.
     """
 
     def one_block(inputs: tuple[Array, ...]) -> Array:
         q, index_q, index_weight, positions = inputs
-        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k)
+        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather)
+        held = (index >= first) & (index < first + latents.shape[1])
         # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
-        chosen = jax.vmap(lambda entries, at: entries[at])(latents, index)
-        return sparse_attention(q, chosen, real, w_key, w_value)
+        chosen = jax.vmap(lambda entries, at: entries[at])(latents, jnp.where(held, index - first, 0))
+        return sparse_attention(q, chosen, real & held, w_key, w_value, combine)
 
     tokens = q.shape[1]
     block = min(QUERY_BLOCK, tokens)

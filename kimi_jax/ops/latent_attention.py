@@ -18,14 +18,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ops.norms import wide_dtype
 
+Combine = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 KEY_BLOCK = 256
 """Cached positions handled at a time."""
 
 
 def filled_blocks(length: Int[Array, ""] | int, capacity: int) -> Int[Array, ""] | int:
-    """Blocks that hold the first `length` of `capacity` positions."""
+    """Blocks that hold the first `length` of `capacity` positions; `length` may be negative or larger."""
     block = min(KEY_BLOCK, capacity)
-    return -(-length // block)
+    if isinstance(length, int):
+        return -(-min(max(length, 0), capacity) // block)
+    return -(-jnp.clip(length, 0, capacity) // block)
 
 
 def prefill_attention(
@@ -35,6 +38,7 @@ def prefill_attention(
     w_value: Float[Array, "N V C"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
+    combine: Combine | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention with expanded keys and values.
 
@@ -45,6 +49,8 @@ def prefill_attention(
     - `w_key`, `w_value`: the halves of `kv_b_proj`.
     - `positions`: place of each query's own token in the cache; it sees the entries up to there.
     - `num_blocks`: from `filled_blocks`; a Python number makes the loop differentiable.
+    - `combine`: where the entries lie on several devices, merges their softmaxes: from (peak, sum, mixed values) of
+        the entries here to those of all. `positions` are then counted from the first entry here, and may be negative.
     """
     rank = w_key.shape[-1]
     w_key, w_value = w_key.astype(latents.dtype), w_value.astype(latents.dtype)
@@ -57,7 +63,7 @@ def prefill_attention(
         return _scores("btnk,bsnk->btns", q, key), jnp.einsum("bsc,nvc->bsnv", latent, w_value)
 
     scale = q.shape[-1] ** -0.5
-    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q)
+    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q, combine)
 
 
 def decode_attention(
@@ -67,6 +73,7 @@ def decode_attention(
     w_value: Float[Array, "N V C"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
+    combine: Combine | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention in the latent space: `(W_kᵀ q)·c` in place of `q·(W_k c)`. Arguments as `prefill_attention`."""
     rank = w_key.shape[-1]
@@ -76,7 +83,7 @@ def decode_attention(
         return _scores("btnc,bsc->btns", folded, entries), entries[..., :rank]
 
     scale = q.shape[-1] ** -0.5
-    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q)
+    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine)
     return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
 
 
@@ -86,11 +93,16 @@ def sparse_attention(
     real: Bool[Array, "B T J"],
     w_key: Float[Array, "N H C"],
     w_value: Float[Array, "N V C"],
+    combine: Combine | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention in the latent space over `chosen`: the J cached entries picked for each token."""
+    """Attention in the latent space over `chosen`: the J cached entries picked for each token, those `real` of them."""
     scores = _scores("btnc,btjc->btnj", fold_query(q, w_key), chosen) * q.shape[-1] ** -0.5
-    share = jax.nn.softmax(jnp.where(real[:, :, None, :], scores, -jnp.inf), axis=-1)
-    mixed = jnp.einsum("btnj,btjc->btnc", share.astype(q.dtype), chosen[..., : w_key.shape[-1]])
+    scores = jnp.where(real[:, :, None, :], scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1)
+    share = jnp.exp(scores - _finite(peak)[..., None])
+    entries = chosen[..., : w_key.shape[-1]]
+    mixed = _scores("btnj,btjc->btnc", share.astype(q.dtype), entries)
+    mixed = _finish(peak, jnp.sum(share, axis=-1), mixed, combine).astype(q.dtype)
     return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
 
 
@@ -115,6 +127,7 @@ def _attend(
     width: int,
     scale: float,
     like: Array,
+    combine: Combine | None,
 ) -> Array:
     """Softmax over the entries up to `positions`, block after block; `block` gives raw scores and values."""
     capacity = latents.shape[1]
@@ -130,12 +143,24 @@ def _attend(
         place = start + jnp.arange(size, dtype=positions.dtype)
         seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
         scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))  # finite: every query sees position 0
-        share = jnp.exp(scores - new_peak[..., None])
-        fade = jnp.exp(peak - new_peak)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        share = jnp.exp(scores - _finite(new_peak)[..., None])
+        fade = jnp.exp(peak - _finite(new_peak))
         part = jnp.einsum(mix, share.astype(values.dtype), values, preferred_element_type=wide)
         return new_peak, total * fade + jnp.sum(share, axis=-1), mixed * fade[..., None] + part
 
     start = (jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, width), wide))
-    _, total, mixed = jax.lax.fori_loop(0, num_blocks, one_block, start)
-    return (mixed / total[..., None]).astype(like.dtype)
+    peak, total, mixed = jax.lax.fori_loop(0, num_blocks, one_block, start)
+    return _finish(peak, total, mixed, combine).astype(like.dtype)
+
+
+def _finite(peak: Array) -> Array:
+    """A number to subtract: the peak, or 0 where a query sees none of the entries here."""
+    return jnp.where(jnp.isneginf(peak), 0, peak)
+
+
+def _finish(peak: Array, total: Array, mixed: Array, combine: Combine | None) -> Array:
+    """The softmax-weighted mean; every query sees its own position somewhere."""
+    if combine is not None:
+        peak, total, mixed = combine(peak, total, mixed)
+    return mixed / total[..., None]

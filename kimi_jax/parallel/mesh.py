@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-MESH_AXES = ("data", "tensor")
+MESH_AXES = ("data", "context", "tensor")
 """Every mesh has these axes, some of size 1; what lies over which stands in `parallel/sharding.py`."""
 
 

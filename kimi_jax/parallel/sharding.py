@@ -21,10 +21,12 @@ Axes = tuple[Axis, ...]
 
 TABLE: dict[str, tuple[str, ...]] = {
     "batch": ("data",),  # rows of the batch, of caches too
+    "tokens": ("context",),  # the tokens of one call, where their number divides
+    "positions": ("context",),  # the positions of the latent cache
     "heads": ("tensor",),  # attention heads, in weights, activations and states
     "ffn": ("tensor",),  # hidden widths of the dense MLP and of the shared experts
     "vocab": ("tensor",),  # rows of the embedding and of the head
-    "experts": ("data", "tensor"),  # routed experts lie over all devices
+    "experts": ("data", "context", "tensor"),  # routed experts lie over all devices
 }
 
 
@@ -73,24 +75,44 @@ def array_sharding(
 _ACTIVE: ContextVar[Mesh | None] = ContextVar("kimi_jax_mesh", default=None)
 
 
-class on_mesh:  # noqa: N801 (used as a verb: `with on_mesh(mesh):`)
-    """Makes `mesh` the one that `constrain` refers to while a function is traced."""
+_STRATEGY: ContextVar[str] = ContextVar("kimi_jax_expert_strategy", default="auto")
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self.mesh = mesh
+
+class on_mesh:  # noqa: N801 (used as a verb: `with on_mesh(mesh):`)
+    """Makes `mesh` the one that `constrain` refers to while a function is traced.
+
+    `strategy`: how expert parallelism moves rows, see `kimi_jax.parallel.expert_parallel`.
+    """
+
+    def __init__(self, mesh: Mesh | None, strategy: str = "auto") -> None:
+        self.mesh, self.strategy = mesh, strategy
 
     def __enter__(self) -> None:
         self.token = _ACTIVE.set(self.mesh)
+        self.strategy_token = _STRATEGY.set(self.strategy)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         _ACTIVE.reset(self.token)
+        _STRATEGY.reset(self.strategy_token)
 
 
 def active_mesh() -> Mesh | None:
     """The mesh that the function being traced will run on."""
     return _ACTIVE.get()
+
+
+def active_strategy() -> str:
+    """The expert strategy of the function being traced."""
+    return _STRATEGY.get()
+
+
+def divided(axis: str, size: int) -> str | None:
+    """`axis` where the active mesh divides a dimension of `size` along it into more than one part, otherwise None."""
+    mesh = active_mesh()
+    ways = 1 if mesh is None else math.prod(mesh.shape[a] for a in TABLE[axis])
+    return axis if ways > 1 and size % ways == 0 else None
 
 
 def constrain(array: str, x: Array, axes: Axes) -> Array:

@@ -1,5 +1,6 @@
 """The tiny checkpoints against the published code's outputs, within the limits of the golden data's README."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -97,6 +98,38 @@ def test_greedy_continuation_token_by_token(name, mesh, tiny, golden):
         assert_logits(logits, np.tile(want[step], (8, 1)))
         assert np.argmax(np.asarray(logits), axis=-1).tolist() == [token] * 8
         logits, cache = kj.decode(model, [token] * 8, cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [
+        pytest.param(
+            name, mesh, strategy, marks=pytest.mark.xdist_group(f"{name} {mesh}"), id=f"{name}-{mesh}-{strategy}"
+        )
+        for name, mesh, strategy in (
+            ("tiny-k3", "context8", "dispatch"),
+            ("tiny-k3", "all2", "gather"),
+            ("tiny-k31", "context8", "gather"),
+            ("tiny-k31", "all2", "dispatch"),
+        )
+    ],
+)
+def test_context_and_expert_strategies(name, mesh, strategy, tiny, golden):
+    """One prompt over several devices, and both ways of moving tokens to experts: prefill in two pieces, decode."""
+    model, (tokens, lengths, want) = tiny(name, mesh), eight_rows(golden(name))
+    model = model.replace(spec=replace(model.spec, expert_strategy=strategy))
+    first = np.minimum(lengths, 40)
+    _, cache = kj.prefill(model, tokens, first, kj.init_cache(model, 8, 192))
+    rest = np.zeros_like(tokens)
+    for row, start in enumerate(first):
+        rest[row, : lengths[row] - start] = tokens[row, start : lengths[row]]
+    logits, cache = kj.prefill(model, rest, lengths - first, cache)
+    longer = lengths > first
+    assert_logits(np.asarray(logits)[longer], want[longer])
+    sequence = golden(name)["seq_input_ids"]
+    plain = np.flatnonzero((tokens[:, 0] == sequence[0]) & (lengths < len(sequence)))
+    logits, _ = kj.decode(model, sequence[np.minimum(lengths, len(sequence) - 1)], cache)
+    assert_logits(np.asarray(logits)[plain], golden(name)["seq_logits"][lengths[plain]])
 
 
 @ON_ALL_MESHES

@@ -10,6 +10,7 @@ from kimi_jax.parallel.mesh import MeshError, make_mesh
 from kimi_jax.parallel.sharding import active_mesh, array_sharding, constrain, on_mesh, partition_spec
 
 DATA2_TENSOR2, TENSOR4, DATA8 = {"data": 2, "tensor": 2}, {"tensor": 4}, {"data": 8}
+ALL2 = {"data": 2, "context": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,9 @@ DATA2_TENSOR2, TENSOR4, DATA8 = {"data": 2, "tensor": 2}, {"tensor": 4}, {"data"
     [
         (DATA2_TENSOR2, (4, 7, 6, 5), ("batch", None, "heads", None), P("data", None, "tensor", None)),
         (DATA2_TENSOR2, (12, 64, 32), ("experts", None, None), P(("data", "tensor"), None, None)),
+        (ALL2, (16, 64, 32), ("experts", None, None), P(("data", "context", "tensor"), None, None)),
+        (ALL2, (4, 64, 32), ("batch", "positions", None), P("data", "context", None)),
+        (ALL2, (4, 64, 8, 32), ("batch", "tokens", "heads", None), P("data", "context", "tensor", None)),
         (TENSOR4, (12, 64, 32), ("experts", None, None), P("tensor", None, None)),
         (DATA8, (16, 64, 32), ("experts", None, None), P("data", None, None)),
         (TENSOR4, (256, 64), ("vocab", None), P("tensor", None)),
@@ -47,6 +51,11 @@ def test_the_table_decides(mesh, shape, axes, spec):
             DATA2_TENSOR2, (6, 5, 5), ("experts", None, None),
             "layers.3.A_log: axis 'experts' of 6 cannot be split over mesh axis 'data×tensor' of 4: "
             "4 does not divide 6",
+        ),
+        (
+            {"context": 4}, (2, 198, 5), ("batch", "positions", None),
+            "layers.3.A_log: axis 'positions' of 198 cannot be split over mesh axis 'context' of 4: "
+            "4 does not divide 198",
         ),
         (DATA8, (4, 5), ("batch", None), "axis 'batch' of 4 cannot be split over mesh axis 'data' of 8"),
         (TENSOR4, (8, 8), ("heads", "ffn"), "layers.3.A_log: mesh axis 'tensor' would split two dimensions of (8, 8)"),
