@@ -23,12 +23,12 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from kimi_jax.checkpoint.storage import CheckpointError
-from kimi_jax.model.model import nest
 from kimi_jax.parallel.sharding import Axes
 
 BAND = 32 << 20
 """Rows that share their chunks along the first axis take at most this many bytes: the least that is written at once."""
 _RAW = {"name": "bytes", "configuration": {"endian": "little"}}
+_CHECKSUM = {"name": "crc32c"}  # of each chunk: damage is an error where it is read, on a pod too
 _SPLITS = 2**7 * 3 * 5 * 7  # numbers of devices whose parts are whole chunks: its divisors
 _ONE_CHUNK = 4096  # arrays of fewer bytes are not divided
 
@@ -70,12 +70,13 @@ def chunk_shape(shape: Sequence[int], axes: Axes, itemsize: int) -> tuple[int, .
     width = math.prod(shape[1:]) * itemsize
     if chunks[0] * width > BAND:
         most = max(1, BAND // width)
-        chunks[0] = next(rows for rows in range(most, 0, -1) if chunks[0] % rows == 0)
+        least = most // 2 if axes[0] is None else 0  # rows that no device divides need not be divided evenly
+        chunks[0] = next((rows for rows in range(most, least, -1) if chunks[0] % rows == 0), most)
     return tuple(chunks)
 
 
-def save_arrays(path: Path, arrays: Mapping[str, StreamedArray], in_flight: int) -> None:
-    """Writes one Orbax checkpoint, arrays under their dotted names; `path` appears when all of it is written.
+def save_arrays(path: Path, tree: Mapping[str, Any], in_flight: int) -> None:
+    """Writes one Orbax checkpoint of (nested) dicts of `StreamedArray`; `path` appears when all of it is written.
 
     At most `in_flight` bytes are being written while the next block is read. It is durable after `sync_tree(path)`.
 
@@ -86,7 +87,7 @@ def save_arrays(path: Path, arrays: Mapping[str, StreamedArray], in_flight: int)
         with _quiet():
             handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False, use_zarr3=True)
             with ocp.Checkpointer(handler) as checkpointer:
-                checkpointer.save(path.absolute(), nest(arrays), force=True)
+                checkpointer.save(path.absolute(), tree, force=True)
     except (ValueError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -153,15 +154,15 @@ class _Writing:
 async def _write(
     value: StreamedArray, folder: Path, name: str, context: ts.Context, reader: ThreadPoolExecutor, writing: _Writing
 ) -> None:
-    inner = {"chunk_shape": value.chunks, "codecs": [_RAW], "index_codecs": [_RAW, {"name": "crc32c"}]}
+    inner = {"chunk_shape": value.chunks, "codecs": [_RAW, _CHECKSUM], "index_codecs": [_RAW, _CHECKSUM]}
     columns = (-(-size // chunk) * chunk for size, chunk in zip(value.shape[1:], value.chunks[1:], strict=True))
-    shard = (value.block_rows, *columns) if value.shape else ()
+    shard = (value.block_rows, *columns)
     spec = _spec(folder, name) | {
         "context": {"file_io_sync": False},  # `sync_tree` does it once
         "metadata": {
             "shape": value.shape,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-            "codecs": [{"name": "sharding_indexed", "configuration": inner}] if value.shape else [_RAW],
+            "codecs": [{"name": "sharding_indexed", "configuration": inner}],
         },
         "dtype": value.dtype.name,
         "store_data_equal_to_fill_value": True,
@@ -169,8 +170,8 @@ async def _write(
     store = await ts.open(spec, create=True, open=False, context=context)
     blocks, row, loop = value.blocks(), 0, asyncio.get_running_loop()
     while (block := await loop.run_in_executor(reader, next, blocks, None)) is not None:
-        await writing.add(store[row : row + len(block)] if block.ndim else store, block)
-        row += len(block) if block.ndim else 0
+        await writing.add(store[row : row + len(block)], block)
+        row += len(block)
         del block
 
 

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,14 @@ import numpy as np
 from kimi_jax.checkpoint.array_store import StreamedArray, chunk_shape, save_arrays
 from kimi_jax.checkpoint.converted import check_part
 from kimi_jax.checkpoint.manifest import (
-    MANIFEST,
     REST,
     UNUSED,
     ArrayRecord,
     Manifest,
+    Progress,
     Record,
     digest,
+    enter_parts,
     free_space,
     header_file,
     is_converted,
@@ -33,23 +34,23 @@ from kimi_jax.checkpoint.manifest import (
     read_manifest,
     read_record,
     record_file,
+    small_file,
     sync_tree,
-    update_manifest,
     write_durably,
     write_manifest,
     write_record,
 )
+from kimi_jax.checkpoint.safetensors_file import SafetensorsFile
 from kimi_jax.checkpoint.source import HuggingFaceSource
-from kimi_jax.checkpoint.storage import CheckpointError, read_bytes, small_files
-from kimi_jax.model.model import abstract_params
+from kimi_jax.checkpoint.storage import CheckpointError, local_destination, read_bytes, small_files
+from kimi_jax.model.model import abstract_params, nest
 
 IN_FLIGHT = 4
 """Blocks being written while the next is read."""
 WRITER_FACTOR = 16
 """Peak memory of writing, in blocks, as measured: those in flight, as they came and as they are written, and more."""
 LARGEST_BLOCK = 32 << 20
-Progress = Callable[[str, int, int], None]
-"""Called with what is going on, bytes done and bytes in all."""
+_SAMPLES, _SAMPLE = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,16 @@ class PlannedArray:
     @property
     def band_bytes(self) -> int:
         """Bytes of one row of chunks, the least that is read and written at once."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize * (self.chunks[0] if self.chunks else 1)
+        return math.prod(self.shape[1:]) * self.dtype.itemsize * self.chunks[0]
 
     def block_rows(self, block: int) -> int:
         """Rows that are read and written at once: as many rows of chunks as `block` bytes hold, at least one."""
-        return max(1, min(block // max(1, self.band_bytes), self.bands)) * (self.chunks[0] if self.chunks else 1)
+        return max(1, min(block // max(1, self.band_bytes), self.bands)) * self.chunks[0]
 
     @property
     def bands(self) -> int:
         """Number of rows of chunks."""
-        return math.ceil(self.shape[0] / self.chunks[0]) if self.shape else 1
+        return math.ceil(self.shape[0] / self.chunks[0])
 
 
 Part = dict[str, PlannedArray]
@@ -102,13 +103,14 @@ def plan_parts(source: HuggingFaceSource) -> dict[str, Part]:
             lambda rows, param=param, inner=inner: source.read(param, (rows, *inner)),  # type: ignore[misc]
         )
     for name in source.unused:
-        tensor, dtype = source.files.tensors[name], source.files.numpy_dtype(name)
-        parts.setdefault(UNUSED, {})[name] = PlannedArray(
-            tensor.shape,
-            dtype,
-            chunk_shape(tensor.shape, (None,) * len(tensor.shape), dtype.itemsize),
-            lambda rows, name=name: source.files.read(name, rows),  # type: ignore[misc]
-        )
+        size, dtype = math.prod(source.files.tensors[name].shape), source.files.numpy_dtype(name)
+        if size:
+            parts.setdefault(UNUSED, {})[name] = PlannedArray(
+                (size,),
+                dtype,
+                chunk_shape((size,), (None,), dtype.itemsize),
+                lambda rows, name=name: source.files.read(name, rows, flat=True),  # type: ignore[misc]
+            )
     return parts
 
 
@@ -144,36 +146,36 @@ def convert(
     - `source`: a Hugging Face directory, or its URL for fsspec (`gs://…`, `s3://…`).
     - `directory`: where the converted checkpoint goes, on a file system of this machine.
     - `max_memory`: bytes that the process may use besides the interpreter and the names (1 GB).
-    - `overwrite`: replace a finished conversion; one process only.
+    - `overwrite`: take a finished conversion up again: parts of this source whose bytes prove right stay, the rest is
+        made anew; that of another source is replaced.
     - `process_index`, `process_count`: this process converts every `process_count`-th part.
     - `progress`: called with what is going on, bytes done and bytes in all of this process.
 
     **Returns:** the manifest; `complete` is False while other processes have parts to write.
 
-    **Raises:** `CheckpointError` where the source is not whole, the destination is finished or something else, its
-    disk or the budget of memory is too small, or reading or writing fails. What is done stays done.
+    **Raises:** `CheckpointError` where the source is not whole, the destination is something else, its disk or the
+    budget of memory is too small, or reading or writing fails. What is done stays done. `ValueError` from
+    `check_processes`.
     """
-    directory = Path(directory)
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index {process_index} must be from 0 to process_count - 1 = {process_count - 1}")
-    if overwrite and process_count > 1:
-        raise ValueError(f"with {process_count} processes, remove {directory} by hand in place of overwrite")
+    directory = local_destination(directory)
+    check_processes(process_index, process_count, overwrite)
+    _refuse_foreign(source, directory)
     opened = HuggingFaceSource(source)
-    if MANIFEST in opened.folder.names():
-        raise CheckpointError(
-            f"{opened.folder} holds a {MANIFEST}: is it a converted checkpoint? If not, move that file away"
-        )
     parts = plan_parts(opened)
     block = block_bytes(parts, max_memory)
+    fresh = _manifest_of(opened, parts)
     directory.mkdir(parents=True, exist_ok=True)
     busy = f"{directory}: another process {process_index} of {process_count} is converting into it"
-    lock = directory / f".convert-{process_index}-of-{process_count}.lock"
-    with locked(lock, busy):
+    with locked(directory / f".convert-{process_index}-of-{process_count}.lock", busy):
         _refuse_other_counts(directory, process_count)
-        _prepare(opened, directory, parts, overwrite)
+        manifest = _prepare(opened, directory, fresh, overwrite)
+        if manifest.complete:
+            return manifest
         tell = progress or (lambda *_: None)
         own = list(parts)[process_index::process_count]
-        left = [part for part in own if not _proved(directory, part, parts[part], tell)]
+        proved = {part: _proved(directory, part, parts[part], fresh.source_digest, tell) for part in own}
+        enter_parts(directory, proved)
+        left = [part for part in own if not proved[part]]
         total = sum(array.nbytes for part in left for array in parts[part].values())
         free_space(directory, total)
         done = 0
@@ -183,18 +185,42 @@ def convert(
             done += more
             tell(f"writing {part}", done, total)
 
+        def finish(part: str, record: Record) -> None:
+            sync_tree(part_folder(directory, part))
+            write_record(directory, part, fresh.source_digest, record)
+            enter_parts(directory, {part: True})
+
         # While a part is being written, the one before it is made durable and recorded.
         with ThreadPoolExecutor(1) as finisher:
-            finishing: list[Future[None]] = []
+            finishing: Future[None] | None = None
             for part in left:
                 record = _write_part(directory, part, parts[part], block, partial(count, part))
-                finishing = [finisher.submit(_finish_part, directory, part, record), *finishing]
-                if len(finishing) > 1:
-                    finishing.pop().result()
-            for future in finishing:
-                future.result()
-        lock.unlink()
-    return update_manifest(directory)
+                if finishing is not None:
+                    finishing.result()
+                finishing = finisher.submit(finish, part, record)
+            if finishing is not None:
+                finishing.result()
+    return enter_parts(directory, {})
+
+
+def check_processes(process_index: int, process_count: int, overwrite: bool) -> None:
+    """**Raises:** `ValueError` for a process that is none of so many, or for several that overwrite."""
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index {process_index} must be from 0 to process_count - 1 = {process_count - 1}")
+    if overwrite and process_count > 1:
+        raise ValueError(f"overwrite is for one process: {process_count} would undo each other's work")
+
+
+def _refuse_foreign(source: str | Path, directory: Path) -> None:
+    """Nothing is touched in a folder that is the source, or holds something else than a conversion."""
+    if Path(source).resolve() == directory.resolve():
+        raise CheckpointError(f"{directory} is the source itself; choose another destination")
+    if directory.is_dir() and not is_converted(directory):
+        found = [path.name for path in directory.iterdir() if not path.name.startswith(".")]
+        if found:
+            raise CheckpointError(
+                f"{directory} is not empty ({min(found)}) and holds no conversion; choose another destination"
+            )
 
 
 def _refuse_other_counts(directory: Path, process_count: int) -> None:
@@ -202,76 +228,78 @@ def _refuse_other_counts(directory: Path, process_count: int) -> None:
         if not path.name.endswith(f"-of-{process_count}.lock"):
             others = path.name.removesuffix(".lock").rpartition("-")[2]
             with locked(path, f"{directory}: a conversion by {others} processes is going on"):
-                path.unlink()
+                pass
 
 
-def _prepare(source: HuggingFaceSource, directory: Path, parts: dict[str, Part], overwrite: bool) -> None:
-    """Makes the destination ready for parts: a manifest, the small files, the headers."""
-    config = read_bytes(source.folder.file("config.json"))
-    wanted, replaced = _source_digest(source, config), directory / ".replaced"
-    fresh = Manifest(False, json.loads(config), wanted, dict.fromkeys(parts))
-    shutil.rmtree(replaced, ignore_errors=True)
+def _manifest_of(source: HuggingFaceSource, parts: dict[str, Part]) -> Manifest:
+    """The manifest of a conversion that is about to begin."""
+    small = {name: read_bytes(source.folder.file(name)) for name in small_files(source.folder)}
+    reserved = {"params", "source"} & small.keys()
+    if reserved:
+        raise CheckpointError(
+            f"{source.folder}: a file called {min(reserved)} has the name of a folder of ours: rename it"
+        )
+    headers = {name: digest(stored.header()) for name, stored in source.files.files.items()}
+    lines = [digest(small["config.json"])]
+    for name, stored in source.files.files.items():
+        lines.append(f"{name} {stored.file.size} {headers[name]} {digest(_samples(stored))}")
+    files = {name: digest(data) for name, data in small.items()}
+    source_digest = digest("\n".join(lines).encode())
+    return Manifest(False, json.loads(small["config.json"]), source_digest, headers, files, dict.fromkeys(parts))
+
+
+def _samples(stored: SafetensorsFile) -> bytes:
+    """Bytes from all over a file: two models of one layout, such as a fine-tune and its base, differ in them."""
+    size = min(_SAMPLE, stored.file.size)
+    out = bytearray(size * _SAMPLES)
+    for i in range(_SAMPLES):
+        start = (stored.file.size - size) * i // (_SAMPLES - 1)
+        stored.file.read_into(start, memoryview(out)[i * size : (i + 1) * size])
+    return bytes(out)
+
+
+def _prepare(source: HuggingFaceSource, directory: Path, fresh: Manifest, overwrite: bool) -> Manifest:
+    """Makes the destination ready for parts: a manifest, the small files, the headers. Returns the manifest.
+
+    The manifest comes first, and parts count only if their records are of its source: stopped anywhere, the next run
+    finds either the old conversion, not complete, or this one.
+    """
     with locked(directory / ".manifest.lock"):
         if is_converted(directory):
             manifest = read_manifest(directory)
-            if overwrite:
-                # Out of the way in one step, so that no old part is ever taken for one of the new conversion. The
-                # manifest goes last: stopped before that, the folder is refused as damaged until overwritten.
-                if (directory / "params").is_dir():
-                    (directory / "params").rename(replaced)
-                _clear(directory)
-                (directory / MANIFEST).unlink()
-                shutil.rmtree(replaced, ignore_errors=True)
-            elif manifest.complete:
-                raise CheckpointError(f"{directory} is a finished conversion; give overwrite to replace it")
-            elif manifest.source_digest != wanted:
-                raise CheckpointError(
-                    f"{directory} was begun from a source with another configuration or other headers than "
-                    f"{source.folder}: go on from that source, or remove {directory}"
-                )
+            if manifest.source_digest != fresh.source_digest or manifest.parts.keys() != fresh.parts.keys():
+                if not overwrite:
+                    state = "finished" if manifest.complete else "begun"
+                    raise CheckpointError(
+                        f"{directory} was {state} from another source than {source.folder}: give overwrite to replace "
+                        "it, or choose another destination"
+                    )
+                write_manifest(directory, replace(manifest, complete=False, parts=dict.fromkeys(manifest.parts)))
+                for name in manifest.files.keys() - fresh.files.keys():
+                    small_file(directory, name).unlink(missing_ok=True)
+                for name in manifest.headers.keys() - fresh.headers.keys():
+                    header_file(directory, name).unlink(missing_ok=True)
+                shutil.rmtree(directory / "params", ignore_errors=True)
+            elif manifest.complete and not overwrite:
+                return manifest
             else:
-                return
-        elif any(not path.name.startswith(".") for path in directory.iterdir()) and not _begun(directory):
-            raise CheckpointError(f"{directory} is not empty and holds no conversion; choose another destination")
-        else:
-            _clear(directory)
+                fresh = manifest if not overwrite else fresh
+        write_manifest(directory, fresh)
         for folder in ("source", "params"):
             (directory / folder).mkdir(exist_ok=True)
-        for name in small_files(source.folder):
-            file = source.folder.file(name)
-            place = directory / "source" if name.endswith(".safetensors.index.json") else directory
-            write_durably(place / name, read_bytes(file))
+        for name in fresh.files:
+            write_durably(small_file(directory, name), read_bytes(source.folder.file(name)))
         for name, stored in source.files.files.items():
             write_durably(header_file(directory, name), stored.header())
-        write_manifest(directory, fresh)
+    return fresh
 
 
-def _clear(directory: Path) -> None:
-    """Takes the small files and headers of another source away."""
-    for path in (*directory.iterdir(), *(directory / "source").glob("*")):
-        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
-            path.unlink()
-
-
-def _begun(directory: Path) -> bool:
-    """Whether a conversion was killed before it wrote its manifest: no weights are there yet."""
-    source = directory / "source"
-    ours = source.is_dir() and all(p.name.startswith(".") or p.suffix in (".header", ".json") for p in source.iterdir())
-    return ours and not any((directory / "params").glob("*"))
-
-
-def _source_digest(source: HuggingFaceSource, config: bytes) -> str:
-    lines = [digest(config)]
-    lines += [f"{name} {stored.file.size} {digest(stored.header())}" for name, stored in source.files.files.items()]
-    return digest("\n".join(lines).encode())
-
-
-def _proved(directory: Path, part: str, arrays: Part, tell: Progress) -> bool:
-    """Whether a part is there, of these arrays, its bytes those of its record; what is not proved is taken away."""
+def _proved(directory: Path, part: str, arrays: Part, source_digest: str, tell: Progress) -> bool:
+    """Whether a part is there, of this source, its bytes those of its record; what is not proved is taken away."""
     path, folder = record_file(directory, part), part_folder(directory, part)
     if path.is_file():
         try:
-            record = read_record(directory, part)
+            record = read_record(directory, part, source_digest=source_digest)
             found = {n: (a.shape, a.dtype, a.chunks, len(a.digests)) for n, a in record.items()}
             if found != {n: (a.shape, a.dtype.name, a.chunks, a.bands) for n, a in arrays.items()}:
                 raise CheckpointError(f"{path}: not the record of this part")
@@ -290,22 +318,15 @@ def _proved(directory: Path, part: str, arrays: Part, tell: Progress) -> bool:
     return False
 
 
-def _finish_part(directory: Path, part: str, record: Record) -> None:
-    sync_tree(part_folder(directory, part))
-    write_record(directory, part, record)
-    update_manifest(directory)
-
-
 def _write_part(directory: Path, part: str, arrays: Part, block: int, tell: Callable[[int], None]) -> Record:
     digests: dict[str, list[Future[str]]] = {name: [] for name in arrays}
 
     def blocks(name: str, hasher: ThreadPoolExecutor) -> Iterator[np.ndarray]:
         array = arrays[name]
-        rows, size = (array.chunks[0], array.shape[0]) if array.shape else (1, 1)
-        step = array.block_rows(block)
+        rows, size, step = array.chunks[0], array.shape[0], array.block_rows(block)
         for start in range(0, size, step):
             data = np.ascontiguousarray(array.read(slice(start, min(start + step, size))))
-            bands = [data[i : i + rows] for i in range(0, len(data), rows)] if array.shape else [data]
+            bands = [data[i : i + rows] for i in range(0, len(data), rows)]
             wait(digests[name])  # one block at a time waits for its digests
             digests[name] += [hasher.submit(digest, band) for band in bands]
             tell(data.nbytes)
@@ -318,7 +339,10 @@ def _write_part(directory: Path, part: str, arrays: Part, block: int, tell: Call
             )
             for name, array in arrays.items()
         }
-        save_arrays(part_folder(directory, part), streamed, in_flight=IN_FLIGHT * block)
+        tree = (
+            streamed if part == UNUSED else nest(streamed)
+        )  # names that no parameter uses may be each other's beginning
+        save_arrays(part_folder(directory, part), tree, in_flight=IN_FLIGHT * block)
     return {
         name: ArrayRecord(array.shape, array.dtype.name, array.chunks, tuple(d.result() for d in digests[name]))
         for name, array in arrays.items()

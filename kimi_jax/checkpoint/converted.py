@@ -105,20 +105,18 @@ def check_part(directory: Path, part: str, record: Record, original: Original | 
         name, number = band
         array = record[name]
         index = array.band(number)
+        one_expert = is_stacked(name) and array.rows == 1
+        where = f"{store.path}: tensor {_tensor(part, name, number if one_expert else None)}"
+        rows = "" if one_expert else f", rows {index[0].start} to {index[0].stop}"
         try:
             found = store.read(name, index)
         except CheckpointError as error:
-            return str(error)
-        one_expert = is_stacked(name) and array.rows == 1
-        tensor = stored_name(name, number) if one_expert else name if is_stacked(name) else stored_name(name)
-        tensor = name if part == UNUSED else tensor
-        where = f"{store.path}: tensor {tensor}"
+            return f"{where}{rows}: damaged: {error}"
         if original is not None:
             fault = _first_difference(found, original(name, index), index)
             if fault is not None:
                 return f"{where}{fault}"
         if digest(found) != array.digests[number]:
-            rows = f", rows {index[0].start} to {index[0].stop}" if index and not one_expert else ""
             return f"{where}{rows}: the bytes differ from their digest: the files were damaged"
         return found.nbytes
 
@@ -131,16 +129,22 @@ def check_part(directory: Path, part: str, record: Record, original: Original | 
             yield result
 
 
+def _tensor(part: str, name: str, expert: int | None) -> str:
+    """An array's name for people: that of the stored tensor, where it is one."""
+    if part == UNUSED or (is_stacked(name) and expert is None):
+        return name
+    return stored_name(name, expert)
+
+
 def _first_difference(found: np.ndarray, wanted: np.ndarray, index: tuple[slice, ...]) -> str | None:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f": {found.dtype} {list(found.shape)}, its source has {wanted.dtype} {list(wanted.shape)}"
     bits = np.dtype(f"u{found.dtype.itemsize}")
-    differs = found.view(bits) != np.ascontiguousarray(wanted).view(bits) if found.ndim else found != wanted
+    differs = found.view(bits) != np.ascontiguousarray(wanted).view(bits)
     if not np.any(differs):
         return None
     place = np.unravel_index(int(np.argmax(differs)), found.shape)
     element = [int(i) for i in place]
     value, source = found[place], wanted[place]
-    if index:
-        element[0] += index[0].start
+    element[0] += index[0].start
     return f": element {element} is {value}, its source has {source}"

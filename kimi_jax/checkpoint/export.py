@@ -2,19 +2,27 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from kimi_jax.checkpoint.check import language_prefix
 from kimi_jax.checkpoint.converted import ConvertedSource
-from kimi_jax.checkpoint.manifest import MANIFEST, UNUSED, digest, free_space, sync_folder, write_durably
+from kimi_jax.checkpoint.manifest import (
+    UNUSED,
+    Progress,
+    check_small_files,
+    digest,
+    free_space,
+    header_file,
+    small_file,
+    sync_folder,
+    write_durably,
+)
 from kimi_jax.checkpoint.names import StoredTensor, stored_tensors
 from kimi_jax.checkpoint.safetensors_file import parse_header
-from kimi_jax.checkpoint.storage import CheckpointError
-
-Progress = Callable[[str, int, int], None]
+from kimi_jax.checkpoint.storage import CheckpointError, local_destination
 
 
 def export(directory: str | Path, out: str | Path, *, overwrite: bool = False, progress: Progress | None = None) -> int:
@@ -31,11 +39,11 @@ def export(directory: str | Path, out: str | Path, *, overwrite: bool = False, p
     **Raises:** `CheckpointError` where the checkpoint is not finished or damaged, `out` is not empty, or its disk is
     too small.
     """
-    directory, out = Path(directory), Path(out)
+    directory, out = Path(directory), local_destination(out)
     source = ConvertedSource(directory)
-    headers = {path.name.removesuffix(".header"): path for path in sorted((directory / "source").glob("*.header"))}
-    files = {name: path.read_bytes() for name, path in headers.items()}
-    tensors = {name: parse_header(str(headers[name]), data)[0] for name, data in files.items()}
+    check_small_files(directory, source.manifest)
+    files = {name: header_file(directory, name).read_bytes() for name in source.manifest.headers}
+    tensors = {name: parse_header(str(header_file(directory, name)), data)[0] for name, data in files.items()}
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise CheckpointError(f"{out} is not empty; choose another folder, or give overwrite")
     out.mkdir(parents=True, exist_ok=True)
@@ -57,15 +65,16 @@ def export(directory: str | Path, out: str | Path, *, overwrite: bool = False, p
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(out / name)
-    for path in (*directory.iterdir(), *(directory / "source").glob("*.json")):
-        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
-            write_durably(out / path.name, path.read_bytes())
+    for name in source.manifest.files:
+        write_durably(out / name, small_file(directory, name).read_bytes())
     sync_folder(out)
     return len(files)
 
 
 def _pieces(source: ConvertedSource, name: str, wanted: StoredTensor | None, size: int) -> Iterator[np.ndarray]:
     """The bytes of a stored tensor of `size` elements, band by band, each proved."""
+    if size == 0:
+        return
     if wanted is None:
         record, param = source.records[UNUSED][name], name
     else:

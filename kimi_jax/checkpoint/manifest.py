@@ -20,7 +20,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kimi_jax.checkpoint.safetensors_file import INDEX
 from kimi_jax.checkpoint.storage import CheckpointError
 
 FORMAT = "kimi_jax checkpoint"
@@ -36,6 +37,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 UNUSED = "unused"
 REST = "rest"
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, bytes done and bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ArrayRecord:
     @property
     def rows(self) -> int:
         """Rows of a band."""
-        return self.chunks[0] if self.chunks else 1
+        return self.chunks[0]
 
     @property
     def itemsize(self) -> int:
@@ -70,7 +73,7 @@ class ArrayRecord:
     def band(self, number: int) -> tuple[slice, ...]:
         """The slice that a digest is of."""
         start = number * self.rows
-        return (slice(start, min(start + self.rows, self.shape[0])),) if self.shape else ()
+        return (slice(start, min(start + self.rows, self.shape[0])),)
 
 
 Record = Mapping[str, ArrayRecord]
@@ -83,13 +86,16 @@ class Manifest:
 
     - `complete`: whether every part is there.
     - `config`: the content of the source's `config.json`.
-    - `source_digest`: SHA-256 over configuration and safetensors headers of the source.
+    - `source_digest`: SHA-256 over configuration, headers and samples of the weights of the source.
+    - `headers`, `files`: SHA-256 of the kept header of each safetensors file, and of each small file.
     - `parts`: SHA-256 of each part's record; None where the part is not done.
     """
 
     complete: bool
     config: dict[str, Any]
     source_digest: str
+    headers: dict[str, str]
+    files: dict[str, str]
     parts: dict[str, str | None]
 
     @property
@@ -119,6 +125,11 @@ def header_file(directory: Path, file: str) -> Path:
     return directory / "source" / f"{file}.header"
 
 
+def small_file(directory: Path, name: str) -> Path:
+    """Where a small file of the source is kept; an index with the headers, lest the folder be taken for theirs."""
+    return directory / "source" / name if name == INDEX else directory / name
+
+
 def is_converted(directory: Path) -> bool:
     """Whether a folder is a converted checkpoint, finished or not."""
     return (directory / MANIFEST).is_file()
@@ -139,7 +150,10 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(
                 f"{path}: format version {version!r}; this kimi_jax knows versions up to {VERSION}: install a newer one"
             )
-        return Manifest(bool(raw["complete"]), dict(raw["config"]), str(raw["source_digest"]), dict(raw["parts"]))
+        tables = (dict(raw[key]) for key in ("headers", "files", "parts"))
+        return Manifest(bool(raw["complete"]), dict(raw["config"]), str(raw["source_digest"]), *tables)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is no converted checkpoint: it has no {MANIFEST}") from None
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -152,8 +166,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     write_durably(directory / MANIFEST, json.dumps(raw, indent=1).encode())
 
 
-def read_record(directory: Path, part: str, wanted: str | None = None) -> Record:
-    """The record of a part. `wanted` is its digest by the manifest.
+def read_record(directory: Path, part: str, wanted: str | None = None, source_digest: str | None = None) -> Record:
+    """The record of a part. `wanted` is its digest by the manifest, `source_digest` that of the source it must be of.
 
     **Raises:** `CheckpointError` where it is missing, damaged, or not the one that the manifest means.
     """
@@ -162,31 +176,48 @@ def read_record(directory: Path, part: str, wanted: str | None = None) -> Record
         data = path.read_bytes()
         if wanted is not None and digest(data) != wanted:
             raise CheckpointError(f"{path}: its digest is not the one in {directory / MANIFEST}: the file was changed")
+        raw = json.loads(data)
+        if source_digest is not None and raw["source"] != source_digest:
+            raise CheckpointError(f"{path}: of a part that was made from another source")
         return {
             name: ArrayRecord(tuple(a["shape"]), a["dtype"], tuple(a["chunks"]), tuple(a["digests"]))
-            for name, a in json.loads(data).items()
+            for name, a in raw["arrays"].items()
         }
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a record of a part: {error!r}") from None
 
 
-def write_record(directory: Path, part: str, record: Record) -> None:
-    """Writes the record of a part, which declares it done."""
-    data = json.dumps({name: asdict(array) for name, array in record.items()}).encode()
-    write_durably(record_file(directory, part), data)
+def write_record(directory: Path, part: str, source_digest: str, record: Record) -> None:
+    """Writes the record of a part, made from the source of that digest."""
+    arrays = {name: asdict(array) for name, array in record.items()}
+    write_durably(record_file(directory, part), json.dumps({"source": source_digest, "arrays": arrays}).encode())
 
 
-def update_manifest(directory: Path) -> Manifest:
-    """Enters the records that are there into the manifest, under a lock that processes share; returns it."""
+def enter_parts(directory: Path, parts: Mapping[str, bool]) -> Manifest:
+    """Enters into the manifest which parts are proved and which are not; returns the new one.
+
+    Under a lock that processes share. The manifest is complete when every part has been entered as proved.
+    """
     with locked(directory / ".manifest.lock"):
         manifest = read_manifest(directory)
-        parts: dict[str, str | None] = {}
-        for part in manifest.parts:
-            path = record_file(directory, part)
-            parts[part] = digest(path.read_bytes()) if path.is_file() else None
-        manifest = replace(manifest, complete=None not in parts.values(), parts=parts)
+        entered = dict(manifest.parts)
+        for part, proved in parts.items():
+            entered[part] = digest(record_file(directory, part).read_bytes()) if proved else None
+        manifest = replace(manifest, complete=None not in entered.values(), parts=entered)
         write_manifest(directory, manifest)
     return manifest
+
+
+def check_small_files(directory: Path, manifest: Manifest) -> None:
+    """**Raises:** `CheckpointError` naming a small file or header that is missing or is not as it came."""
+    places = {header_file(directory, name): wanted for name, wanted in manifest.headers.items()}
+    places |= {small_file(directory, name): wanted for name, wanted in manifest.files.items()}
+    for path, wanted in places.items():
+        if not path.is_file() or digest(path.read_bytes()) != wanted:
+            raise CheckpointError(
+                f"{path} is {'not as it came' if path.is_file() else 'missing'}: put it back, or convert the source "
+                "again with overwrite"
+            )
 
 
 def write_durably(path: Path, data: bytes) -> None:

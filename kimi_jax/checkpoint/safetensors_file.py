@@ -89,14 +89,18 @@ class SafetensorsFile:
         self.file.read_into(0, memoryview(raw))
         return bytes(raw)
 
-    def read(self, name: str, rows: slice = slice(None), out: np.ndarray | None = None) -> np.ndarray:
+    def read(
+        self, name: str, rows: slice = slice(None), out: np.ndarray | None = None, flat: bool = False
+    ) -> np.ndarray:
         """A tensor, or rows of it, in memory of its own or in `out`, of the same bytes.
+
+        `flat`: take it as one row of numbers, of which `rows` chooses some.
 
         **Raises:** `CheckpointError` naming the file where it cannot be read.
         """
         tensor = self.tensors[name]
         dtype = _DTYPES[tensor.dtype]
-        shape, start = tensor.shape, tensor.start
+        shape, start = (math.prod(tensor.shape),) if flat else tensor.shape, tensor.start
         if shape:
             first, last, _ = rows.indices(shape[0])
             shape = (max(0, last - first), *shape[1:])
@@ -216,9 +220,11 @@ class CheckpointFiles:
                 f"extra tensor {unlisted[0].name} in {unlisted[0].path}: the index does not list it{others}"
             )
 
-    def read(self, name: str, rows: slice = slice(None), out: np.ndarray | None = None) -> np.ndarray:
+    def read(
+        self, name: str, rows: slice = slice(None), out: np.ndarray | None = None, flat: bool = False
+    ) -> np.ndarray:
         """A tensor of any of the files, or rows of it; see `SafetensorsFile.read`."""
-        return self._file_of[name].read(name, rows, out)
+        return self._file_of[name].read(name, rows, out, flat)
 
     def numpy_dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor."""

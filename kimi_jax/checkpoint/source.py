@@ -32,6 +32,11 @@ class HuggingFaceSource:
         **Raises:** `ConfigError` for the configuration, `CheckpointError` for the files.
         """
         self.folder: Folder = open_folder(directory)
+        if "manifest.json" in self.folder.names():
+            raise CheckpointError(
+                f"{directory} holds a manifest.json: a converted checkpoint is read from a local path; "
+                "if it is none, move that file away"
+            )
         with local_small_files(self.folder) as local:
             config = ModelConfig.from_file(local)
             self.stop_ids = read_stop_ids(config, local)
@@ -82,17 +87,19 @@ class HuggingFaceSource:
 
     def _rows(self, name: str, rows: slice) -> np.ndarray:
         # Devices that split other dimensions ask for the same rows one after the other.
-        if self._last[:2] != (name, rows):
-            self._last = (name, rows, self.files.read(name, rows))
-        return self._last[2]
+        last = self._last
+        if last[:2] != (name, rows):
+            last = self._last = (name, rows, self.files.read(name, rows))
+        return last[2]
 
     def _unpadded(self, name: str, heads: int) -> np.ndarray:
         stored = self.files.read(name).reshape(-1)
+        bits = np.dtype(f"u{stored.dtype.itemsize}")
         padding = stored[heads:]
-        if np.any(padding != 0):
+        if np.any(padding.view(np.uint8)):  # -0 would be lost on the way back
             raise CheckpointError(
                 f"tensor {name} in {self.files.tensors[name].path}: {heads} numbers are one a head, "
-                f"the {padding.size} behind them must be zero padding, found {padding[padding != 0][0]}"
+                f"the {padding.size} behind them must be zero padding, found {padding[padding.view(bits) != 0][0]}"
             )
         return stored[:heads]
 

@@ -5,6 +5,7 @@ memory, and a failing disk would kill the process instead of raising an error.
 """
 
 import os
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -104,10 +105,10 @@ class RemoteFolder:
             self.system, self.path = fsspec.core.url_to_fs(url)
             found = self.system.ls(self.path, detail=True)
         except ImportError as error:
-            raise CheckpointError(f"{url}: {scheme}:// needs another package: pip install {package}") from error
+            raise CheckpointError(f"{url}: {error}; pip install {package}") from error
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(f"{url}: cannot be listed: {error}") from error
-        self.sizes = {str(e["name"]).rpartition("/")[2]: int(e["size"]) for e in found if e["type"] == "file"}
+        self.sizes = {str(e["name"]).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
         self.url = url.rstrip("/")
 
     def __str__(self) -> str:
@@ -124,6 +125,13 @@ class RemoteFolder:
 
 File = LocalFile | RemoteFile
 Folder = LocalFolder | RemoteFolder
+
+
+def local_destination(path: str | Path) -> Path:
+    """A path to write to. **Raises:** `ValueError` for a URL: what is written goes to a local file system."""
+    if re.match(r"[a-z][a-z0-9+]+:/", str(path)):
+        raise ValueError(f"{path} is a URL; give a path of a file system of this machine")
+    return Path(path)
 
 
 def open_folder(source: str | Path) -> Folder:

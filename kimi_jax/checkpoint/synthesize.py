@@ -8,7 +8,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -16,17 +16,16 @@ from statistics import NormalDist
 import ml_dtypes
 import numpy as np
 
-from kimi_jax.checkpoint.manifest import free_space, write_durably
+from kimi_jax.checkpoint.manifest import Progress, free_space, write_durably
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, StoredTensor, stored_tensors, vision_tensors
 from kimi_jax.checkpoint.safetensors_file import INDEX
-from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.checkpoint.storage import CheckpointError, local_destination
 from kimi_jax.config import ModelConfig, find_config
 
 PIECE = 1 << 24
 """Elements made at once."""
 _CODE_RMS = math.sqrt((0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)  # of the sixteen MXFP4 codes, equally likely
 _DTYPES = {"U8": np.dtype(np.uint8), "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
-Progress = Callable[[str, int, int], None]
 
 
 def synthesize(
@@ -51,7 +50,9 @@ def synthesize(
 
     **Raises:** `ConfigError` for the configuration, `CheckpointError` where `out` is not empty or its disk too small.
     """
-    path, out = find_config(source), Path(out)
+    path, out = find_config(source), local_destination(out)
+    if seed < 0:
+        raise ValueError(f"seed {seed} must be at least 0")
     config = ModelConfig.from_file(path)
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; choose another directory")

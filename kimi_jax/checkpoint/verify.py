@@ -1,20 +1,18 @@
 """Comparing a converted checkpoint with its digests, and with the files it was made of."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from kimi_jax.checkpoint.convert import plan_parts
 from kimi_jax.checkpoint.converted import ConvertedSource, check_part
+from kimi_jax.checkpoint.manifest import Progress, check_small_files
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError
 
-Progress = Callable[[str, int, int], None]
-
 
 def verify(directory: str | Path, against: str | Path | None = None, progress: Progress | None = None) -> int:
-    """Reads a finished converted checkpoint whole and compares every byte.
+    """Reads a finished converted checkpoint whole and compares every byte, small files and headers too.
 
     **Arguments:**
 
@@ -28,6 +26,7 @@ def verify(directory: str | Path, against: str | Path | None = None, progress: P
     values where `against` is given.
     """
     source = ConvertedSource(Path(directory))
+    check_small_files(source.directory, source.manifest)
     original = None if against is None else HuggingFaceSource(against)
     planned = (
         {} if original is None else {n: array for part in plan_parts(original).values() for n, array in part.items()}
@@ -40,7 +39,7 @@ def verify(directory: str | Path, against: str | Path | None = None, progress: P
         raise CheckpointError(f"{directory} and {against} have different configurations")
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return planned[name].read(index[0] if index else slice(None))
+        return planned[name].read(index[0])
 
     total = sum(array.nbytes for record in source.records.values() for array in record.values())
     done = 0

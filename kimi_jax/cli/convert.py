@@ -6,12 +6,11 @@ from pathlib import Path
 
 import tyro
 
-from kimi_jax.checkpoint.convert import convert
+from kimi_jax.checkpoint.convert import check_processes, convert
 from kimi_jax.checkpoint.export import export
-from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.verify import verify
 from kimi_jax.cli.output import UsageError, named_byte_progress, parse_bytes
-from kimi_jax.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Convert:
     max_memory: str = "16GB"
     """Memory the process may use, e.g. 4GB or 500MiB, besides 1 GB for the interpreter and the names."""
     overwrite: bool = False
-    """Replace a finished conversion."""
+    """Take a finished conversion up again: parts of the same source that prove right stay, the rest is made anew."""
     process_index: int = 0
     """Which of the processes this is, from 0."""
     process_count: int = 1
@@ -41,20 +40,20 @@ class Convert:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         try:
             max_memory = parse_bytes(self.max_memory)
-            with named_byte_progress() as progress:
-                manifest = convert(
-                    self.source,
-                    self.directory,
-                    max_memory=max_memory,
-                    overwrite=self.overwrite,
-                    process_index=self.process_index,
-                    process_count=self.process_count,
-                    progress=progress,
-                )
-        except (CheckpointError, ConfigError):
-            raise
+            local_destination(self.directory)
+            check_processes(self.process_index, self.process_count, self.overwrite)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        with named_byte_progress() as progress:
+            manifest = convert(
+                self.source,
+                self.directory,
+                max_memory=max_memory,
+                overwrite=self.overwrite,
+                process_index=self.process_index,
+                process_count=self.process_count,
+                progress=progress,
+            )
         parts = len(manifest.parts)
         if manifest.complete:
             print(f"{self.directory}: complete, {parts} parts")
@@ -94,6 +93,10 @@ class Export:
 
     def run(self) -> None:
         """Exports."""
+        try:
+            local_destination(self.out)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         with named_byte_progress() as progress:
             count = export(self.directory, self.out, overwrite=self.overwrite, progress=progress)
         print(f"{self.out}: {count} safetensors files")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tyro
 
+from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.synthesize import synthesize
 from kimi_jax.cli.output import UsageError, named_byte_progress, parse_bytes
 from kimi_jax.config import ConfigError, find_config
@@ -30,6 +31,9 @@ class Synthesize:
         """Writes it."""
         try:
             find_config(self.config)
+            local_destination(self.out)
+            if self.seed < 0:
+                raise UsageError(f"--seed {self.seed} must be at least 0")
             file_bytes = parse_bytes(self.file_size)
         except (ConfigError, ValueError) as error:
             raise UsageError(str(error)) from None

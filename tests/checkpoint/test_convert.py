@@ -16,7 +16,7 @@ import pytest
 import kimi_jax as kj
 from kimi_jax.checkpoint.convert import WRITER_FACTOR, convert
 from kimi_jax.checkpoint.export import export
-from kimi_jax.checkpoint.manifest import read_manifest
+from kimi_jax.checkpoint.manifest import enter_parts, read_manifest
 from kimi_jax.checkpoint.safetensors_file import CheckpointFiles
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.checkpoint.synthesize import synthesize
@@ -174,9 +174,61 @@ def test_four_processes_convert_in_any_order(thirteen, tmp_path):
     assert content(tmp_path / "back") == content(thirteen)
 
 
-def test_finished_destination_is_refused(source, converted):
-    with pytest.raises(CheckpointError, match="is a finished conversion; give overwrite to replace it"):
-        convert(source, converted)
+def test_finished_destination_is_left_alone(source, converted, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in converted.rglob("*") if not path.name.startswith(".")}
+    assert convert(source, converted).complete
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    synthesize(THREE_LAYERS, tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match=r"was finished from another source .* give overwrite to replace it"):
+        convert(tmp_path / "other", converted)
+
+
+def test_overwrite_mends_what_is_damaged(source, converted, tmp_path):
+    out = shutil.copytree(converted, tmp_path / "converted")
+    part = out / "params" / "layers.1"
+    whole = (out / "params" / "layers.2.json").stat().st_ino
+    shutil.rmtree(next(part.glob("*/c")))
+    assert convert(source, out, overwrite=True).complete
+    assert (out / "params" / "layers.2.json").stat().st_ino == whole
+    verify(out, source)
+
+
+def test_the_same_layout_with_other_weights_is_another_source(source, tmp_path):
+    """A fine-tune has the headers of its base."""
+    convert(source, tmp_path / "converted", process_count=2)
+    other = shutil.copytree(source, tmp_path / "other")
+    file = next(other.glob("*.safetensors"))
+    data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+    data[-4000:] ^= 1
+    file.write_bytes(data.tobytes())
+    with pytest.raises(CheckpointError, match="was begun from another source"):
+        convert(other, tmp_path / "converted")
+
+
+def test_a_process_answers_for_its_own_parts_only(source, tmp_path):
+    """A damaged part of process 0 that is made anew: until then the conversion is not complete."""
+    out = tmp_path / "converted"
+    convert(source, out, process_index=0, process_count=2)
+    part = next(part for part, digest in read_manifest(out).parts.items() if digest)
+    shutil.rmtree(next((out / "params" / part).glob("*/c")))
+    enter_parts(out, {part: False})  # as a process 0 that is started again does first
+    assert not convert(source, out, process_index=1, process_count=2).complete
+    assert convert(source, out, process_index=0, process_count=2).complete
+    verify(out, source)
+
+
+def test_the_source_itself_is_refused(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    before = content(copy)
+    with pytest.raises(CheckpointError, match="is the source itself"):
+        convert(copy, copy)
+    assert content(copy) == before
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/x", "s3:/bucket/x"])
+def test_destination_by_url_is_refused(source, name):
+    with pytest.raises(ValueError, match="is a URL; give a path"):
+        convert(source, name)
 
 
 def test_overwrite_that_was_stopped_goes_on_with_the_new_source(source, converted, tmp_path, monkeypatch):
@@ -187,7 +239,7 @@ def test_overwrite_that_was_stopped_goes_on_with_the_new_source(source, converte
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kimi_jax.checkpoint.convert.small_files", stop)
+    monkeypatch.setattr("kimi_jax.checkpoint.convert.write_durably", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(other, out, overwrite=True)
     monkeypatch.undo()
@@ -201,24 +253,25 @@ def test_overwrite_that_was_stopped_goes_on_with_the_new_source(source, converte
 
 def test_foreign_directory_is_refused(source, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty and holds no conversion"):
+    with pytest.raises(CheckpointError, match=r"is not empty .* and holds no conversion"):
         convert(source, tmp_path)
-    with pytest.raises(CheckpointError, match="is not empty and holds no conversion"):
+    with pytest.raises(CheckpointError, match=r"is not empty .* and holds no conversion"):
         convert(source, tmp_path, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["thesis.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]  # nothing was touched
 
 
 def test_folder_with_a_source_of_its_own_is_refused(source, tmp_path):
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "main.c").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty and holds no conversion"):
+    (tmp_path / "source" / "a.json").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is not empty .* and holds no conversion"):
         convert(source, tmp_path)
+    assert (tmp_path / "source" / "a.json").read_text() == "mine"
 
 
 def test_unfinished_conversion_of_another_source_is_refused(source, tmp_path):
     convert(source, tmp_path / "converted", process_count=5)
     synthesize(THREE_LAYERS, tmp_path / "other", file_bytes=500_000)
-    with pytest.raises(CheckpointError, match="was begun from a source with another configuration or other headers"):
+    with pytest.raises(CheckpointError, match="was begun from another source"):
         convert(tmp_path / "other", tmp_path / "converted")
 
 
@@ -238,7 +291,7 @@ def test_memory_too_small_names_array_and_bytes(source, tmp_path):
     [
         ({"process_index": 2, "process_count": 2}, "process_index 2 must be from 0 to process_count - 1 = 1"),
         ({"process_index": -1}, "process_index -1 must be from 0"),
-        ({"process_count": 2, "overwrite": True}, "with 2 processes, remove .* by hand"),
+        ({"process_count": 2, "overwrite": True}, "overwrite is for one process"),
     ],
 )
 def test_wrong_use(arguments, message, source, tmp_path):

@@ -3,12 +3,14 @@
 import re
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import kimi_jax as kj
 from kimi_jax.checkpoint.convert import convert
 from kimi_jax.checkpoint.export import export
 from kimi_jax.checkpoint.manifest import part_folder, read_manifest, write_manifest
@@ -93,18 +95,18 @@ def test_whole_checkpoint_verifies(source, converted):
 @pytest.mark.parametrize(
     ("part", "name", "told"),
     [
-        ("layers.1", f"{LAYER}{PACKED}", f"tensor model.layers.1.{PACKED}: the bytes differ"),
-        ("layers.1", f"{LAYER}{MATRIX}", f"tensor model.layers.1.{MATRIX}, rows 0 to 128: the bytes differ"),
-        ("unused", VISION, f"tensor {VISION}, rows 0 to 64: the bytes differ"),
+        ("layers.1", f"{LAYER}{PACKED}", f"tensor model.layers.1.{PACKED}: damaged"),
+        ("layers.1", f"{LAYER}{MATRIX}", f"tensor model.layers.1.{MATRIX}, rows 0 to 128: damaged"),
+        ("unused", VISION, f"tensor {VISION}, rows 0 to 2048: damaged"),
     ],
 )
 def test_flipped_bit_is_found_without_the_source(part, name, told, flipped, source, tmp_path):
     out = flipped(part, name)
     with pytest.raises(CheckpointError, match=re.escape(told)):
         verify(out)
-    with pytest.raises(CheckpointError, match=re.escape(told.partition(":")[0].partition(",")[0]) + ".*: element"):
+    with pytest.raises(CheckpointError, match=re.escape(told)):
         verify(out, source)
-    with pytest.raises(CheckpointError, match=re.escape(f"tensor {name}: the bytes differ from their digest")):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         export(out, tmp_path / "back")
     assert list((tmp_path / "back").glob("*.json")) == []
 
@@ -154,7 +156,7 @@ def test_against_a_checkpoint_of_other_tensors(converted, tiny, tmp_path):
 def test_unfinished_conversion_is_neither_verified_nor_exported(converted, tmp_path):
     out = shutil.copytree(converted, tmp_path / "copy")
     manifest = read_manifest(out)
-    write_manifest(out, type(manifest)(False, manifest.config, manifest.source_digest, manifest.parts))
+    write_manifest(out, replace(manifest, complete=False))
     with pytest.raises(CheckpointError, match="not a finished conversion"):
         verify(out)
     with pytest.raises(CheckpointError, match="not a finished conversion"):
@@ -184,3 +186,23 @@ def test_export_needs_room(converted, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"bytes are needed, the disk has 1,000 left"):
         export(converted, tmp_path / "back")
     assert list((tmp_path / "back").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["missing", "changed"])
+@pytest.mark.parametrize("kind", ["header", "small file"])
+def test_small_files_and_headers_are_proved_too(kind, change, converted, tmp_path):
+    out = shutil.copytree(converted, tmp_path / "copy")
+    path = (
+        next((out / "source").glob("*.header")) if kind == "header" else out / "source" / "model.safetensors.index.json"
+    )
+    path.unlink() if change == "missing" else path.write_bytes(path.read_bytes() + b" ")
+    told = f"{path} is {'missing' if change == 'missing' else 'not as it came'}: put it back"
+    for action in (verify, lambda out: export(out, tmp_path / "back")):
+        with pytest.raises(CheckpointError, match=re.escape(told)):
+            action(out)
+
+
+def test_damage_is_an_error_on_loading(flipped):
+    out = flipped("layers.1", f"{LAYER}{PACKED}")
+    with pytest.raises(CheckpointError, match=r"experts\.w2\.weight_packed cannot be read"):
+        kj.load_model(out)

@@ -113,7 +113,7 @@ def test_folder_that_is_not_there(url, message):
 @pytest.mark.parametrize(("url", "package"), [("gs://bucket/x", "gcsfs"), ("s3://bucket/x", "s3fs")])
 def test_package_that_is_not_installed_is_named(url, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(CheckpointError, match=f"needs another package: pip install {package}"):
+    with pytest.raises(CheckpointError, match=f"; pip install {package}"):
         kj.load_model(url)
 
 
@@ -145,7 +145,7 @@ def test_plain_orbax_reads_a_part(converted, source):
         assert np.asarray(found[name]).tobytes() == np.asarray(param).tobytes(), name
     assert {str(array.dtype) for array in found.values()} == {"bfloat16", "float32", "uint8"}
     tower = ocp.PyTreeCheckpointer().restore(part_folder(converted, "unused"))
-    assert tower["vision_tower"]["patch_embed"]["proj"]["weight"].shape == (32, 3, 2, 2)
+    assert tower["vision_tower.patch_embed.proj.weight"].shape == (32 * 3 * 2 * 2,)
 
 
 def test_chunks_on_the_disk(tiny, converted):
@@ -157,7 +157,7 @@ def test_chunks_on_the_disk(tiny, converted):
         found[name] = store.chunk_layout.read_chunk.shape
         assert found[name] == array.chunks
         (codec,) = store.spec().to_json()["metadata"]["codecs"]
-        assert [c["name"] for c in codec["configuration"]["codecs"]] == ["bytes"]
+        assert [c["name"] for c in codec["configuration"]["codecs"]] == ["bytes", "crc32c"]
         assert len(array.digests) == math.ceil(array.shape[0] / array.chunks[0])
     assert found["layers.1.block_sparse_moe.experts.w2.weight_packed"] == (1, 64, 32)
     assert found["layers.1.self_attn.o_proj.weight"] == (128, 16)
@@ -204,7 +204,7 @@ def test_every_array_of_k3_has_chunks_that_devices_hold_whole():
 
 
 def test_record_tells_shapes_and_dtypes(converted):
-    raw = json.loads((converted / "params" / "layers.1.json").read_text())
+    raw = json.loads((converted / "params" / "layers.1.json").read_text())["arrays"]
     scale = raw["layers.1.block_sparse_moe.experts.w2.weight_scale"]
     assert (scale["shape"], scale["dtype"]) == ([4, 64, 2], "uint8")
     assert all(len(digest) == 64 for array in raw.values() for digest in array["digests"])
