@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from kimi_jax.parallel.mesh import MeshError
@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 }
 
 
-def partition_spec(array: str, shape: Sequence[int], axes: Axes, mesh: Mesh) -> PartitionSpec:
+def partition_spec(array: str, shape: Sequence[int], axes: Axes, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The `PartitionSpec` of an array by the table.
 
     **Arguments:**
