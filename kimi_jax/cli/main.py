@@ -14,6 +14,7 @@ from kimi_jax.cli.demo import Demo
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.output import CommandError, UsageError, complain
+from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.config import ConfigError
 from kimi_jax.parallel.mesh import MeshError
@@ -26,6 +27,7 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
 )
 
 
