@@ -12,6 +12,7 @@ from kimi_jax.cli.output import UsageError, console, parse_bytes, print_table
 from kimi_jax.config import ConfigError, ModelConfig, find_config
 from kimi_jax.parallel.mesh import MeshError, parse_mesh
 from kimi_jax.planning.devices import Device, find_device
+from kimi_jax.planning.memory import check_axes
 from kimi_jax.planning.plan import MachinePlan, plan
 from kimi_jax.planning.pods import Pod, find_pod
 
@@ -49,12 +50,13 @@ class Plan:
         try:
             config_path = find_config(self.model)
             pod = None if self.pod is None else find_pod(self.pod)
-        except ConfigError as error:
+            mesh: Mapping[str, int] | None = parse_mesh(self.mesh)
+            check_axes(mesh or {})
+        except (ConfigError, MeshError) as error:
             raise UsageError(str(error)) from None
         config = ModelConfig.from_file(config_path)
         device, count, context, batch = self.device, self.count, self.context, self.batch
         try:
-            mesh: Mapping[str, int] | None = parse_mesh(self.mesh)
             if pod is not None:
                 if device is not None or count is not None:
                     raise UsageError("give the machine once: --pod, or --device and --count")

@@ -86,10 +86,15 @@ def place(config: ModelConfig, mesh: Mapping[str, int], context: int) -> Placeme
     **Raises:** `MeshError` for an unknown axis, or naming the array, the axis and both numbers where a size does not
     divide.
     """
+    check_axes(mesh)
+    return _place(config, tuple(mesh.get(name, 1) for name in MESH_AXES), context)
+
+
+def check_axes(mesh: Mapping[str, int]) -> None:
+    """Refuses axes that no mesh has, with a `MeshError`."""
     for name in mesh:
         if name not in MESH_AXES:
             raise MeshError(f"unknown mesh axis {name!r}; the axes are {', '.join(MESH_AXES)}")
-    return _place(config, tuple(mesh.get(name, 1) for name in MESH_AXES), context)
 
 
 def best_placement(config: ModelConfig, devices: int, memory: int, context: int, batch: int | None = None) -> Placement:
@@ -163,14 +168,18 @@ def _place(config: ModelConfig, sizes: tuple[int, ...], context: int) -> Placeme
     abstract = AbstractMesh(sizes, MESH_AXES)
     groups = _ways(abstract.shape, "batch")
     layout, axes = cache_layout(config, jnp.dtype(jnp.bfloat16), batch=groups, max_len=context)
-    conversation = 0
-    for layer in layout.layers:
-        for field in fields(layer):
-            array = getattr(layer, field.name)
-            if array is not None:
-                conversation += _split(field.name, array, axes[field.name], abstract)[1]
-    shape = dict(zip(MESH_AXES, sizes, strict=True))
-    return Placement(config, shape, context, dict(weights), stored, groups, conversation)
+    arrays = Counter(
+        (field.name, array.shape, array.dtype)
+        for layer in layout.layers
+        for field in fields(layer)
+        if (array := getattr(layer, field.name)) is not None
+    )
+    conversation = sum(
+        count * _split(name, jax.ShapeDtypeStruct(shape, dtype), axes[name], abstract)[1]
+        for (name, shape, dtype), count in arrays.items()
+    )
+    mesh = dict(zip(MESH_AXES, sizes, strict=True))
+    return Placement(config, mesh, context, dict(weights), stored, groups, conversation)
 
 
 @cache
