@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class Account:
         return sum(sum(by_dtype.values()) for by_dtype in self.bytes.values())
 
 
+@cache
 def account(config: ModelConfig) -> Account:
     """Counts everything from the configuration alone."""
     parameters: Counter[str] = Counter()
