@@ -132,6 +132,7 @@ def _print(out: Console, model: str, found: MachinePlan) -> None:
     paper, placement, rows = found.paper, found.placement, found.rows
     machine = f"{found.count} x {found.device.name}"
     conversation = f"conversation of {found.context:,} tokens"
+    vision = "" if placement.config.vision is None else ", with the vision tower"
     lacking = f": the weights are {-paper.free:,} bytes too large" if paper.free < 0 else ""
     print_table(
         out,
@@ -139,7 +140,7 @@ def _print(out: Console, model: str, found: MachinePlan) -> None:
         ("what", "bytes"),
         [
             ("memory in all", paper.memory),
-            ("checkpoint, with the vision tower", paper.checkpoint_bytes),
+            (f"checkpoint{vision}", paper.checkpoint_bytes),
             ("left by it", paper.free),
             (f"a {conversation}", paper.conversation_bytes),
         ],
