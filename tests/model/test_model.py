@@ -53,11 +53,11 @@ def test_replacing_by_other_names_or_shapes_names_the_parameter(model):
 
 def test_a_model_and_a_cache_print_as_one_line(model, tiny):
     assert repr(model) == "Model(KimiK31ForConditionalGeneration, 6 layers, float32, on one device)"
-    assert "{'data': 2, 'tensor': 2}" in repr(tiny("tiny-k31", "data2-tensor2"))
+    assert "{'data': 2, 'context': 1, 'tensor': 2}" in repr(tiny("tiny-k31", "data2-tensor2"))
     assert repr(kj.init_cache(model, 2, 8)) == "Cache(2 rows of at most 8 tokens, 6 layers)"
 
 
 def test_a_mesh_that_make_mesh_did_not_make_is_refused(tiny):
     other = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("rows",))
-    with pytest.raises(MeshError, match="a mesh with the axes data, tensor is wanted"):
+    with pytest.raises(MeshError, match="a mesh with the axes data, context, tensor is wanted"):
         kj.load_model(tiny.directory("tiny-k31"), mesh=other)
