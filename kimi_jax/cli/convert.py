@@ -1,8 +1,9 @@
 """`kimi-jax convert`, `verify` and `export`: checkpoints from Hugging Face's form to ours and back."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -10,7 +11,8 @@ from kimi_jax.checkpoint.convert import check_processes, convert
 from kimi_jax.checkpoint.export import export
 from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.verify import verify
-from kimi_jax.cli.output import UsageError, named_byte_progress, parse_bytes
+from kimi_jax.cli.job import JobFlags
+from kimi_jax.cli.output import UsageError, emit, named_byte_progress, only_first_prints, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Convert:
 
     Experts stay packed. Killed at any instant, the same command goes on: what is there is compared with its digests,
     the rest is made. Several processes (on one or more hosts that share the destination) divide the layers among
-    themselves by --process-index and --process-count.
+    themselves: by --process-index and --process-count, or as a script in launch/ tells them.
     """
 
     source: tyro.conf.Positional[str]
@@ -30,18 +32,17 @@ class Convert:
     """Memory the process may use, e.g. 4GB or 500MiB, besides 1 GB for the interpreter and the names."""
     overwrite: bool = False
     """Take a finished conversion up again: parts of the same source that prove right stay, the rest is made anew."""
-    process_index: int = 0
-    """Which of the processes this is, from 0."""
-    process_count: int = 1
-    """Processes that convert together; each is started with the same command and its own index."""
+    job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
+    """Several processes that run this together."""
 
     def run(self) -> None:
         """Converts."""
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        index, count = self._place()
         try:
             max_memory = parse_bytes(self.max_memory)
             local_destination(self.directory)
-            check_processes(self.process_index, self.process_count, self.overwrite)
+            check_processes(index, count, self.overwrite)
         except ValueError as error:
             raise UsageError(str(error)) from None
         with named_byte_progress() as progress:
@@ -50,15 +51,29 @@ class Convert:
                 self.directory,
                 max_memory=max_memory,
                 overwrite=self.overwrite,
-                process_index=self.process_index,
-                process_count=self.process_count,
+                process_index=index,
+                process_count=count,
                 progress=progress,
             )
         parts = len(manifest.parts)
         if manifest.complete:
-            print(f"{self.directory}: complete, {parts} parts")
+            only_first_prints(None)  # the last process of a job may be another than process 0
+            emit(f"{self.directory}: complete, {parts} parts")
         else:
-            print(f"{self.directory}: {manifest.done} of {parts} parts are done; the other processes go on")
+            emit(f"{self.directory}: {manifest.done} of {parts} parts are done; the other processes go on")
+
+    def _place(self) -> tuple[int, int]:
+        """Which process of how many this is; nothing else connects them, JAX's start-up is not needed."""
+        if self.job.process_index is not None and self.job.process_count is None:
+            raise UsageError("--process-index needs --process-count")
+        job = self.job.find()
+        if job is None:
+            return 0, 1
+        if job.index is None or job.count is None:
+            raise UsageError("which process this is is not known: give --process-index and --process-count")
+        if self.job.process_index is None:
+            only_first_prints(job.index)
+        return job.index, job.count
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class Verify:
         """Compares."""
         with named_byte_progress() as progress:
             count = verify(self.directory, self.against, progress)
-        print(f"{self.directory}: {count} arrays, all equal to their {'digests' if self.against is None else 'source'}")
+        emit(f"{self.directory}: {count} arrays, all equal to their {'digests' if self.against is None else 'source'}")
 
 
 @dataclass(frozen=True)
@@ -99,4 +114,4 @@ class Export:
             raise UsageError(str(error)) from None
         with named_byte_progress() as progress:
             count = export(self.directory, self.out, overwrite=self.overwrite, progress=progress)
-        print(f"{self.out}: {count} safetensors files")
+        emit(f"{self.out}: {count} safetensors files")

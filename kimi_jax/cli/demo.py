@@ -2,20 +2,25 @@
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import jax
 import numpy as np
+import tyro
 from jax.sharding import NamedSharding
 
 from kimi_jax.checkpoint.load import load_model
 from kimi_jax.cli.bundled import BUNDLED
+from kimi_jax.cli.job import JobFlags, job_mesh
 from kimi_jax.cli.output import CommandError, UsageError, byte_progress, console, print_table
+from kimi_jax.config import ModelConfig
 from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import decode, prefill
 from kimi_jax.inference.generate import generate
 from kimi_jax.model.model import Model, flatten
-from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh
+from kimi_jax.parallel.distributed import fetch
+from kimi_jax.parallel.mesh import ask_for_cpu_devices
 
 SHOWN = (
     "embed_tokens.weight",
@@ -43,15 +48,19 @@ class Demo:
 
     max_new_tokens: int = 24
     """Tokens to generate, at most the 24 that the published code generated."""
+    job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
+    """Several processes that run this together."""
 
     def run(self) -> None:
         """Runs the demonstration; fails where an id differs."""
         expected = json.loads((BUNDLED / "continuation.json").read_text())
         if not 1 <= self.max_new_tokens <= len(expected["new_ids"]):
             raise UsageError(f"--max-new-tokens must lie between 1 and {len(expected['new_ids'])}")
+        job = self.job.start(ModelConfig.from_file(BUNDLED), {"max_new_tokens": self.max_new_tokens})
         out = console()
-        ask_for_cpu_devices(8)
-        mesh = make_mesh({"data": 2, "tensor": 4} if len(jax.devices()) >= 8 else {"data": 1})
+        if job is None:
+            ask_for_cpu_devices(8)
+        mesh = job_mesh(job, {"data": 2, "tensor": 4} if len(jax.devices()) >= 8 else {"data": 1})
         assert mesh is not None
         started = time.perf_counter()
         with byte_progress("loading") as progress:
@@ -98,7 +107,7 @@ def _rates(model: Model, prompt: list[int], steps: int = 16) -> tuple[float, flo
     jax.block_until_ready(logits)
     prefilled = time.perf_counter()
     for _ in range(steps):
-        logits, cache = decode(model, np.argmax(np.asarray(logits), axis=-1), cache)
+        logits, cache = decode(model, np.argmax(fetch(logits), axis=-1), cache)
     jax.block_until_ready(logits)
     ended = time.perf_counter()
     return tokens.size / (prefilled - started), ROWS * steps / (ended - prefilled)

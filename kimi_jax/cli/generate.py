@@ -1,25 +1,24 @@
 """`kimi-jax generate`: continue one prompt."""
 
 import json
-import math
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.checkpoint.load import load_model
 from kimi_jax.cli.bundled import find_checkpoint
-from kimi_jax.cli.output import CommandError, UsageError, byte_progress
+from kimi_jax.cli.job import JobFlags, job_mesh
+from kimi_jax.cli.output import CommandError, UsageError, byte_progress, emit, remark
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import token_array
 from kimi_jax.inference.generate import check_prompts, generate
 from kimi_jax.inference.sampling import Sampling
 from kimi_jax.model.model import Model
-from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh, parse_mesh
+from kimi_jax.parallel.mesh import parse_mesh
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Generate:
     """Ids that end the text; by default those of the configuration and generation configuration."""
     json: bool = False
     """Print one JSON object with ids, text, log-probabilities and the reason of the end instead."""
+    job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
+    """Several processes that run this together."""
 
     def run(self) -> None:
         """Loads, generates, prints."""
@@ -67,9 +68,8 @@ class Generate:
             check_prompts(config, [prompt], self.max_new_tokens)
             token_array(config, list(self.stop_ids or ()), 1)
             shape = parse_mesh(self.mesh)
-            if shape is not None:
-                ask_for_cpu_devices(math.prod(shape.values()))
-            mesh = make_mesh(shape)
+            job = self.job.start(config, {"prompt ids": prompt, **asdict(replace(self, prompt=None, job=JobFlags()))})
+            mesh = job_mesh(job, shape)
         except ValueError as error:
             raise UsageError(str(error)) from None
         with byte_progress("loading") as progress:
@@ -84,14 +84,14 @@ class Generate:
         return None
 
     def _generate(self, model: Model, tokenizer: Tokenizer | None, prompt: list[int], sampling: Sampling) -> None:
-        print(f"{len(prompt)} prompt tokens; the first steps compile", file=sys.stderr)
+        remark(f"{len(prompt)} prompt tokens; the first steps compile")
         decoder = tokenizer.incremental_decoder() if tokenizer else None
         times: list[float] = []
 
         def on_token(_: int, token: int) -> None:
             times.append(time.perf_counter())
             if not self.json:
-                _emit(f"{token} " if decoder is None else decoder.push(token))
+                emit(f"{token} " if decoder is None else decoder.push(token), end="")
 
         out = generate(model, [prompt], self.max_new_tokens, sampling, self.stop_ids, logprobs=True, on_token=on_token)
         if self.json:
@@ -105,16 +105,11 @@ class Generate:
                 "finish_reason": out.finish_reasons[0],
                 "error": out.errors[0],
             }
-            print(json.dumps(report, ensure_ascii=False))
+            emit(json.dumps(report, ensure_ascii=False))
         else:
-            _emit(("" if decoder is None else decoder.flush()) + "\n")
+            emit("" if decoder is None else decoder.flush())
         if out.errors[0] is not None:
             raise CommandError(out.errors[0])
         if len(times) > 2:
             rate = (len(times) - 2) / (times[-1] - times[1])  # the first step compiles
-            print(f"{len(out[0])} tokens ({out.finish_reasons[0]}), {rate:.1f} tokens/s", file=sys.stderr)
-
-
-def _emit(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+            remark(f"{len(out[0])} tokens ({out.finish_reasons[0]}), {rate:.1f} tokens/s")

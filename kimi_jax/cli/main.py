@@ -13,10 +13,12 @@ from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
-from kimi_jax.cli.output import CommandError, UsageError, complain
+from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_prints
 from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.config import ConfigError
+from kimi_jax.parallel.distributed import fail, finish, is_joined
+from kimi_jax.parallel.launch_environment import DistributedError
 from kimi_jax.parallel.mesh import MeshError
 
 Command = (
@@ -46,13 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         command.run()
+        finish()
+        return 0
     except UsageError as error:
-        return complain(str(error), 2)
-    except (CommandError, ConfigError, CheckpointError, MeshError, TokenizerError, OSError) as error:
-        return complain(str(error), 1)
-    except KeyboardInterrupt:
-        return complain("interrupted", 130)
-    return 0
+        ended: tuple[BaseException, int] = error, complain(str(error), 2)
+    except (CommandError, ConfigError, CheckpointError, DistributedError, MeshError, TokenizerError, OSError) as error:
+        ended = error, complain(str(error), 1)
+    except KeyboardInterrupt as error:
+        ended = error, complain("interrupted", 130)
+    finally:
+        only_first_prints(None)
+    if is_joined():
+        fail(*ended)
+    return ended[1]
 
 
 if __name__ == "__main__":

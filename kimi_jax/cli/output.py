@@ -20,14 +20,41 @@ class CommandError(Exception):
     """A command that could not do what it was asked for; exit code 1."""
 
 
+_process: int | None = None
+
+
+def only_first_prints(process: int | None) -> None:
+    """Says which process of a job this is: all but process 0 print complaints only. None: it is alone."""
+    global _process
+    _process = process
+
+
+def prints() -> bool:
+    """Whether this process prints progress and results."""
+    return not _process
+
+
 def console() -> Console:
     """Standard output. Where it is no terminal, nothing is ever wrapped, cut or coloured."""
-    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, quiet=not prints())
+
+
+def emit(text: str, end: str = "\n") -> None:
+    """Prints a result to standard output, at once."""
+    if prints():
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+
+
+def remark(text: str) -> None:
+    """Prints progress to standard error."""
+    if prints():
+        print(text, file=sys.stderr)
 
 
 def complain(message: str, code: int) -> int:
     """Prints an error to standard error and returns the exit code."""
-    print(f"kimi-jax: {message}", file=sys.stderr)
+    print(f"kimi-jax: {message}" if _process is None else f"kimi-jax: process {_process}: {message}", file=sys.stderr)
     return code
 
 
@@ -61,7 +88,7 @@ def named_byte_progress(first: str = "reading headers") -> Iterator[Callable[[st
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not prints()) as progress:
         bar = progress.add_task(first, total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
 

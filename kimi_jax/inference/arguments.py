@@ -11,6 +11,7 @@ import numpy as np
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model
+from kimi_jax.parallel.distributed import fetch
 from kimi_jax.parallel.mesh import MeshError, axis_size
 
 ArrayLike = np.ndarray | jax.Array | Sequence[Any]
@@ -87,7 +88,7 @@ def pad_tokens(tokens: np.ndarray) -> np.ndarray:
 
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
     try:
-        array = np.asarray(values)
+        array = np.asarray(fetch(values) if isinstance(values, jax.Array) else values)
     except ValueError:
         raise ValueError(f"{name} must be rectangular: pad the rows on the right and give their lengths") from None
     if array.size == 0 and array.dtype == np.float64:

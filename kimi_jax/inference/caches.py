@@ -19,6 +19,7 @@ from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
 from kimi_jax.model.cache import Cache, cache_layout
 from kimi_jax.model.model import Model, ModelSpec, flatten
+from kimi_jax.parallel.distributed import fetch
 from kimi_jax.parallel.sharding import array_sharding
 
 _FORMAT = "kimi_jax cache 1"
@@ -44,7 +45,8 @@ def init_cache(model: Model, batch: int, max_len: int) -> Cache:
         raise ValueError(f"max_len must lie between 1 and the model's {limit} positions, found {max_len}")
     layout, shardings = cache_placement(model.spec, batch, max_len)
     make = jax.jit(partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), layout), out_shardings=shardings)
-    identity = jax.device_put(np.asarray(model.identity, np.uint32), shardings.identity)
+    words = np.asarray(model.identity, np.uint32)
+    identity = jax.make_array_from_callback(words.shape, shardings.identity, lambda index: words[index])
     return replace(make(), identity=identity)
 
 
@@ -100,19 +102,21 @@ def save_cache(path: str | Path, cache: Cache) -> None:
     """Writes a cache to one safetensors file.
 
     Of the entries that grow with length only the filled part is written. The file carries the layout, the identity of
-    the model that the cache was made for, and a checksum.
+    the model that the cache was made for, and a checksum. In a job of several processes all call this and process 0
+    writes.
     """
-    filled = max(1, int(np.max(np.asarray(cache.lengths))))
-    arrays = {name: np.asarray(x) for name, x in _named(_cut(cache, filled)).items()}
+    filled = max(1, int(np.max(fetch(cache.lengths))))
+    arrays = {name: fetch(x) for name, x in _named(_cut(cache, filled)).items()}
     metadata = {
         "format": _FORMAT,
-        "identity": json.dumps([int(word) for word in np.asarray(cache.identity)]),
+        "identity": json.dumps([int(word) for word in fetch(cache.identity)]),
         "max_len": str(cache.max_len),
         "layout": json.dumps(_layout(cache)),
         "checksum": _checksum(arrays),
     }
     raw = {name: np.ascontiguousarray(x).reshape(-1).view(np.uint8) for name, x in arrays.items()}
-    save_file(raw, path, metadata)
+    if jax.process_index() == 0:
+        save_file(raw, path, metadata)
 
 
 def load_cache(path: str | Path, model: Model) -> Cache:
@@ -154,7 +158,8 @@ def load_cache(path: str | Path, model: Model) -> Cache:
     def place(name: str, struct: jax.ShapeDtypeStruct, sharding: Any) -> Array:
         part = arrays[name]
         widths = [(0, size - have) for size, have in zip(struct.shape, part.shape, strict=True)]
-        return jax.device_put(np.pad(part, widths), sharding)
+        whole = np.pad(part, widths)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return _map_named(place, wanted, shardings)
 

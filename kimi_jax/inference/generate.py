@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import bucket, pad_tokens, token_array
@@ -12,6 +15,7 @@ from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import extend
 from kimi_jax.inference.sampling import Sampling, make_sampler
 from kimi_jax.model.model import Model
+from kimi_jax.parallel.distributed import fetch
 from kimi_jax.parallel.mesh import axis_size
 
 PREFILL_PIECE = 2048
@@ -99,16 +103,17 @@ def generate(
     # Sizes of the cache are rounded up too: they are part of what is compiled.
     capacity = min(bucket(max(longest + max_new_tokens, SMALLEST_CACHE)), model.config.max_positions)
     cache = init_cache(model, batch, capacity)
-    logits = np.zeros((batch, model.config.vocab_size), np.float32)
+    logits: Array | None = None
     for start in range(0, longest, PREFILL_PIECE):
         piece = tokens[:, start : start + PREFILL_PIECE]
         counts = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
         part, cache = extend(model.spec, model.params, pad_tokens(piece), counts, cache)
-        logits = np.where((counts > 0)[:, None], np.asarray(part), logits)
+        logits = part if logits is None else _later(counts > 0, part, logits)
+    assert logits is not None
 
     positions = lengths.copy()
     for _ in range(max_new_tokens):
-        token, logp, finite = (np.asarray(x) for x in sampler(logits, positions))
+        token, logp, finite = fetch(sampler(logits, positions))
         for i, row in enumerate(rows):
             if row.finish is None:
                 _advance(row, int(token[i]), float(logp[i]), bool(finite[i]), stops)
@@ -122,6 +127,11 @@ def generate(
         logits, cache = extend(model.spec, model.params, token[:, None], active.astype(np.int32), cache)
         positions = positions + active
     return Generations(rows, logprobs)
+
+
+@jax.jit
+def _later(rows: Array, part: Array, logits: Array) -> Array:
+    return jnp.where(rows[:, None], part, logits)
 
 
 def _advance(row: _Row, token: int, logp: float, finite: bool, stops: tuple[int, ...]) -> None:
