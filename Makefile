@@ -21,6 +21,7 @@ check: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch
 
 test: check
 	$(BIN)/python -m pytest --numprocesses 2

@@ -16,6 +16,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -37,8 +38,8 @@ HEARTBEAT_SECONDS = 40
 """A process that sends no heartbeat for so long is dead. Threads of the runtime send them, whatever Python does."""
 START_SECONDS = 300
 """How long processes wait for each other at start-up and at the end."""
-COLLECTIVE_WORDS = ("gloo", "connection", "socket", "nccl", "unavailable", "peer", "deadline", "heartbeat")
-"""Errors of the runtime with these words come from another process's end; the watch says from which."""
+_ELSEWHERE = re.compile("gloo|nccl|unavailable|connection (reset|closed|refused)|heartbeat", re.IGNORECASE)
+"""What the runtime's errors say where another process's end is their cause."""
 
 _watch: Watch | None = None
 
@@ -115,14 +116,8 @@ def is_joined() -> bool:
 
 
 def fail(error: BaseException | str, code: int) -> NoReturn:
-    """Tells the other processes why this one ends, and ends it: leaving in the ordinary way would wait for them.
-
-    An error that looks like another process's end waits for the watch to say whose; the watch then ends this process.
-    """
+    """Tells the other processes why this one ends, and ends it: leaving in the ordinary way would wait for them."""
     assert _watch is not None
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        elsewhere = any(word in str(error).lower() for word in COLLECTIVE_WORDS)
-        time.sleep(HEARTBEAT_SECONDS if elsewhere else 1)
     _watch.fail(_first_line(error) or type(error).__name__)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,6 +140,7 @@ def fetch(tree: Any) -> Any:
 
 def _initialize(job: Job, heartbeat_seconds: int, start_seconds: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of the CPU backend alone
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending a process
     given: dict[str, Any] = {"num_processes": job.count, "process_id": job.index}
     if job.coordinator != "auto":
         host = str(job.coordinator).rpartition(":")[0]
@@ -221,6 +217,9 @@ def _difference(mine: dict[str, str], theirs: dict[str, str], other: int) -> str
 
 
 def _fail_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    runtime = kind in (jax.errors.JaxRuntimeError, RuntimeError, ValueError)
+    if _watch is not None and runtime and _ELSEWHERE.search(str(error)):
+        time.sleep(HEARTBEAT_SECONDS)  # the watch says who ended, and ends this process
     traceback.print_exception(kind, error, trace)
     if _watch is not None:
         fail(error, 130 if isinstance(error, KeyboardInterrupt) else 1)
