@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -148,10 +149,14 @@ def _initialize(job: Job, heartbeat_seconds: int, start_seconds: int) -> None:
         given["local_device_ids"] = job.local_devices
         if _is_loopback(host):
             given["coordinator_bind_address"] = job.coordinator
+    # JAX itself would end the process with a signal and a stack trace.
+    patience = threading.Timer(start_seconds, _give_up, (job, start_seconds))
+    patience.daemon = True
+    patience.start()
     try:
         jax.distributed.initialize(
             **given,
-            initialization_timeout=start_seconds,
+            initialization_timeout=start_seconds + 30,
             heartbeat_timeout_seconds=heartbeat_seconds,
             shutdown_timeout_seconds=start_seconds,
         )
@@ -159,6 +164,16 @@ def _initialize(job: Job, heartbeat_seconds: int, start_seconds: int) -> None:
         raise DistributedError(
             f"process {job.index} of {job.count} cannot join the job at {job.coordinator}: {_first_line(error)}"
         ) from None
+    finally:
+        patience.cancel()
+
+
+def _give_up(job: Job, seconds: int) -> NoReturn:
+    say(
+        f"process {job.index} of {job.count} cannot join the job at {job.coordinator}: the others did not all come in "
+        f"{seconds} s; see which of them did not start, and whether that address can be reached"
+    )
+    os._exit(1)
 
 
 def _identity(host: str, config: ModelConfig | None, settings: Mapping[str, Any]) -> dict[str, str]:

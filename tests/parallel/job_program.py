@@ -75,12 +75,7 @@ def differing(what):
 
 def missing():
     """Waits for a process that does not come."""
-    job = dataclasses.replace(find_job(), count=3)
-    try:
-        start(job, start_seconds=6)
-    except DistributedError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)
+    start(dataclasses.replace(find_job(), count=3), start_seconds=6)
 
 
 def compiling(seconds, limit):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_convert_divides_the_layers(tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_others_end_when_a_process_is_killed(victim):
     with local(3, 1, "collectives") as job:
-        pids = dict(re.match(r"running (\d) (\d+)", job.stdout.readline()).groups() for _ in range(3))
+        lines = (re.search(r"running (\d) (\d+)", line) for line in job.stdout)
+        pids = dict(islice((line.groups() for line in lines if line), 3))
         killed = time.monotonic()
         os.kill(int(pids[str(victim)]), signal.SIGKILL)
         _, err = job.communicate(timeout=60)
@@ -113,7 +115,7 @@ def test_missing_processes_end_the_start():
 def test_tracing_and_compiling_longer_than_the_heartbeat_limit_survives():
     code, out, err = run(2, 1, "compiling", 14, 5)
     assert code == 0, err
-    assert out == "survived\n"
+    assert "survived" in out
 
 
 STEP = {
