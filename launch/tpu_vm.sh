@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs a kimi-jax command on all workers of a Cloud TPU VM slice:
 #
-#   TPU=my-slice ZONE=us-east5-a launch/tpu_vm.sh generate /mnt/kimi-k3 --mesh data=4,tensor=16 --prompt "Once upon a time"
+#   TPU=my-slice ZONE=us-east5-a launch/tpu_vm.sh generate /mnt/kimi-k3 --mesh data=4,tensor=16 --prompt-ids 1 2
 #
 # TPU, ZONE  the slice and where it is
 # PROJECT    the cloud project (default: gcloud's)
 # SETUP      run first on every worker, e.g. to activate an environment (default: . ~/.venv/bin/activate)
 # PORT       process 0 listens there (default: 8476)
 #
-# Every worker asks the machine's metadata which one it is and who the others are. Where one ends with an error, the others
-# end within a minute by themselves, say which it was, and gcloud's code is not zero; interrupting this script ends them.
+# Every worker asks the machine's metadata which one it is and who the others are. Where one ends with an error, the
+# others say which and end within a minute, and gcloud's code is not zero; interrupting this script ends them.
 set -euo pipefail
 
 if [ $# -lt 1 ] || [ -z "${TPU:-}" ] || [ -z "${ZONE:-}" ]; then

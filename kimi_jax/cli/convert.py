@@ -65,7 +65,7 @@ class Convert:
     def _place(self) -> tuple[int, int]:
         """Which process of how many this is; nothing else connects them, JAX's start-up is not needed."""
         if self.job.process_index is not None and self.job.process_count is None:
-            raise UsageError("--process-index needs --process-count")
+            return self.job.process_index, 1  # `convert` refuses any but 0
         job = self.job.find()
         if job is None:
             return 0, 1

@@ -3,7 +3,7 @@
 The kernel closes the connections of a process that dies, at whatever instant, so the others know at once and by name;
 it also probes those of a host that vanished. Nothing here needs a turn of the interpreter in time: however long one
 computes or compiles, it is not taken for dead. JAX's own heartbeats (threads of the runtime) stand behind it: they
-find a process that is there and stopped.
+find a process that is there and stopped, and may be the first to speak where process 0 dies.
 """
 
 import json
