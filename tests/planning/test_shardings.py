@@ -1,6 +1,6 @@
 """How the full K3 lies on three pods, against a committed file: a change of the table or of an array's axes is seen.
 
-    KIMI_WRITE_SHARDINGS=1 python -m pytest tests/planning/test_shardings.py   # after a change that is meant
+KIMI_WRITE_SHARDINGS=1 python -m pytest tests/planning/test_shardings.py   # after a change that is meant
 """
 
 import os
