@@ -13,6 +13,7 @@ from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.verify import verify
 from kimi_jax.cli.job import JobFlags
 from kimi_jax.cli.output import UsageError, emit, named_byte_progress, only_first_prints, parse_bytes
+from kimi_jax.parallel.launch_environment import Job
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,15 @@ class Convert:
 
     def _place(self) -> tuple[int, int]:
         """Which process of how many this is; nothing else connects them, JAX's start-up is not needed."""
-        if self.job.process_index is not None and self.job.process_count is None:
-            return self.job.process_index, 1  # `convert` refuses any but 0
-        job = self.job.find()
-        if job is None:
-            return 0, 1
-        if job.index is None or job.count is None:
-            raise UsageError("which process this is is not known: give --process-index and --process-count")
-        if self.job.process_index is None:
+        index, count = self.job.process_index, self.job.process_count
+        job = None if index is not None and count is not None else JobFlags().find()
+        if index is None and count is None and job is not None:
+            if job.index is None or job.count is None:
+                raise UsageError("which process this is is not known: give --process-index and --process-count")
             only_first_prints(job.index)
-        return job.index, job.count
+        known = job or Job()
+        # `convert` refuses numbers that do not fit together.
+        return (index if index is not None else known.index or 0), (count if count is not None else known.count or 1)
 
 
 @dataclass(frozen=True)
