@@ -151,10 +151,7 @@ def test_wrong_use(arguments, code, message, run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            "convert",
-            ("(default: 16GB)", "--process-index {None}|INT", "(default: 0)", "--process-count INT", "(default: 1)"),
-        ),
+        ("convert", ("(default: 16GB)", "--process-index", "--process-count", "--coordinator", "(default: None)")),
         ("verify", ("--against", "(default: None)")),
         ("export", ("--overwrite", "(default: False)")),
         ("synthesize", ("--seed", "(default: 0)", "(default: 16.7GB)")),
