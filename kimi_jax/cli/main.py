@@ -9,6 +9,7 @@ import tyro
 from kimi_jax import __version__
 from kimi_jax.chat.tokenizer import TokenizerError
 from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.cli.compile import Compile
 from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
 from kimi_jax.cli.generate import Generate
@@ -29,6 +30,7 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
+    | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
 )
 

@@ -1,0 +1,246 @@
+"""Ahead-of-time compilation: prefill and decode of a model for a pod that is not there, and what they cost a device."""
+
+import math
+import pickle
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.inference.arguments import bucket
+from kimi_jax.inference.caches import cache_placement
+from kimi_jax.inference.functions import extend
+from kimi_jax.model.model import ModelSpec, abstract_params, nest
+from kimi_jax.ops import grouped_matmul, indexer, latent_attention
+from kimi_jax.parallel.mesh import MeshError
+from kimi_jax.parallel.sharding import array_sharding
+from kimi_jax.planning.hlo import Program
+from kimi_jax.planning.memory import place
+from kimi_jax.planning.pods import Pod
+from kimi_jax.planning.topology import compiler_options, pod_mesh
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a compiled function: `tokens` a row are added to `batch` rows of a cache of `context` places."""
+
+    phase: Phase
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def filled(self) -> int:
+        """Places that the loops over the cache are taken to read: all when decoding, the first piece's in prefill."""
+        return self.context if self.phase == "decode" else min(self.tokens, self.context)
+
+
+@dataclass(frozen=True)
+class LoopCount:
+    """Loops that come from one function: how many, and the rounds of each.
+
+    `source`: rounds are "known" to the compiler, "assumed" (`assumed_rounds`), or "unknown" and counted once.
+    """
+
+    function: str
+    loops: int
+    rounds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled step; bytes and operations of one device.
+
+    - `arguments`, `temporaries`, `outputs`, `aliased`, `code`: as the compiler allots them; outputs that are aliased
+        lie in the arguments' memory (the donated cache).
+    - `lower_seconds`, `compile_seconds`: by the clock; `compile_cpu_seconds` of all threads: on a machine with other
+        work, what the compiler itself took.
+    - `collectives`: operations and bytes by kind, of each operation the larger of what goes in and what comes out.
+    - `flops_once`, `bytes_once`: XLA's own count, loop bodies once, traffic with the chip's fast memory included.
+    - `flops`: the same with the matrix products of every round. `bytes`: read from and written to HBM in all rounds,
+        from the program's text.
+    - `saved`: the file with the serialised executable, or why there is none.
+    """
+
+    step: Step
+    arguments: int
+    temporaries: int
+    outputs: int
+    aliased: int
+    code: int
+    lower_seconds: float
+    compile_seconds: float
+    compile_cpu_seconds: float
+    flops_once: float
+    bytes_once: float
+    flops: float
+    bytes: float
+    loops: tuple[LoopCount, ...]
+    collectives: dict[str, tuple[float, float]]
+    saved: str | None = None
+
+    @property
+    def total(self) -> int:
+        """HBM that the call needs."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A step that does not fit, by its arguments alone or by what the compiler said.
+
+    - `total`: bytes a device, where they are known. `reason`: a sentence.
+    """
+
+    step: Step
+    total: int | None
+    reason: str
+
+
+def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model cut behind its first `layers` layers. **Raises:** `ValueError` where it has fewer."""
+    if not 1 <= layers <= config.num_layers:
+        raise ValueError(f"layers must lie between 1 and the model's {config.num_layers}, found {layers}")
+    sparse = config.indexer
+    if sparse is not None:
+        sparse = replace(sparse, layers=tuple(layer for layer in sparse.layers if layer < layers))
+    return replace(config, layer_kinds=config.layer_kinds[:layers], indexer=sparse)
+
+
+def pod_step(pod: Pod, phase: Phase, batch: int | None, context: int | None, tokens: int) -> Step:
+    """The pod's decode step, or a piece of a prompt of `tokens` tokens for one row a `data` shard."""
+    context = context or pod.context
+    if phase == "decode":
+        return Step(phase, batch or pod.batch, 1, context)
+    return Step(phase, pod.mesh.get("data", 1), bucket(tokens), context)
+
+
+def argument_bytes(config: ModelConfig, pod: Pod, step: Step) -> int:
+    """Weights and cache of one device, from the table of shardings alone."""
+    placement = place(config, pod.mesh, step.context)
+    if step.batch % placement.groups:
+        raise MeshError(f"a batch of {step.batch} cannot be split over {placement.groups} groups of devices")
+    return placement.weight_bytes + step.batch // placement.groups * placement.conversation
+
+
+def compile_steps(
+    config: ModelConfig, pod: Pod, steps: Sequence[Step], save: Path | None = None
+) -> Iterator[Compiled | Refused]:
+    """Compiles each step for the pod; what cannot fit is refused before.
+
+    **Arguments:**
+
+    - `save`: a directory for the serialised executables.
+
+    **Raises:** `MeshError` where the mesh does not divide the model, `CompilerError` where no compiler is installed.
+    """
+    mesh: Mesh | None = None
+    for step in steps:
+        size = argument_bytes(config, pod, step)
+        if size > pod.hbm_bytes:
+            yield Refused(step, size, "weights and cache alone are larger than the memory; nothing was compiled")
+            continue
+        mesh = mesh or pod_mesh(pod)
+        yield _compile(ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16)), pod, step, save)
+
+
+def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
+    """What `inference.functions.extend` takes besides `spec`: shapes, dtypes and shardings, nothing allocated."""
+    params = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
+        for name, (x, axes) in abstract_params(spec.config).items()
+    }
+    layout, shardings = cache_placement(spec, step.batch, step.context)
+    cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), layout, shardings)
+    whole = None if spec.mesh is None else NamedSharding(spec.mesh, PartitionSpec())  # callers pass NumPy arrays
+    tokens = jax.ShapeDtypeStruct((step.batch, step.tokens), jnp.int32, sharding=whole)
+    return nest(params), tokens, jax.ShapeDtypeStruct((step.batch,), jnp.int32, sharding=whole), cache
+
+
+def assumed_rounds(spec: ModelSpec, step: Step) -> dict[str, float]:
+    """Rounds of the loops whose number the data decide, by function.
+
+    Caches filled as far as `Step.filled`; tokens that choose their experts evenly, so that an expert is met with
+    probability `1 - (1 - A/E)^(tokens)` and its rows fill their tiles but for half of one.
+    """
+    moe = spec.config.moe
+    held = moe.num_experts // (1 if spec.mesh is None else spec.mesh.size)
+    rows = step.batch * step.tokens
+    met = 1 - (1 - moe.experts_per_token / moe.num_experts) ** rows
+    copies = rows * moe.experts_per_token
+    tile = min(copies, grouped_matmul._tile_rows(copies, held))
+    load = copies / moe.num_experts
+    return {
+        grouped_matmul.grouped_matmul.__name__: held * max(met, load / tile + 0.5 if load > tile else 0),
+        latent_attention._attend.__name__: float(math.ceil(step.filled / latent_attention.KEY_BLOCK)),
+        indexer.choose_positions.__name__: float(math.ceil(step.filled / indexer.KEY_BLOCK)),
+    }
+
+
+def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
+    start = time.perf_counter()
+    lowered = extend.lower(spec, *step_arguments(spec, step))
+    middle, cpu = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as dump:
+        try:
+            compiled = lowered.compile(compiler_options=compiler_options(pod, Path(dump)))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return Refused(step, None, f"the compiler found no room: {str(error).splitlines()[0]}")
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        texts = sorted(Path(dump).glob("*.after_optimizations.txt"), key=lambda path: path.stat().st_size)
+        text = texts[-1].read_text() if texts else compiled.as_text()
+    program = Program(text, assumed_rounds(spec, step))
+    memory: Any = compiled.memory_analysis()
+    cost: Any = compiled.cost_analysis()
+    counts = Counter((loop.function, loop.rounds, loop.source) for loop in program.loops)
+    return Compiled(
+        step,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+        middle - start,
+        end - middle,
+        cpu,
+        cost.get("flops", 0.0),
+        cost.get("bytes accessed", 0.0),
+        float(cost.get("flops", 0.0) + program.repeated_flops()),
+        float(program.traffic()),
+        tuple(LoopCount(function, loops, rounds, why) for (function, rounds, why), loops in sorted(counts.items())),
+        program.collectives(),
+        None if save is None else _save(compiled, save / f"{pod.name}-{step.phase}.pickle"),
+    )
+
+
+def _save(compiled: jax.stages.Compiled, path: Path) -> str:
+    """Pickles what `jax.experimental.serialize_executable.deserialize_and_load` takes; returns the path, or why not."""
+    try:
+        raw = pickle.dumps(serialize_executable.serialize(compiled))
+    except Exception as error:  # each backend refuses in its own way
+        return f"not saved: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return str(path)
+
+
+def roofline(pod: Pod, compiled: Compiled) -> tuple[float, str]:
+    """Least seconds of a step, and what sets them: HBM bytes over the bandwidth, or FLOPs over the peak."""
+    peak = pod.device.peak_flops
+    moving = compiled.bytes / pod.bandwidth
+    computing = 0.0 if peak is None else compiled.flops / (peak / pod.device.jax_devices)
+    return max(moving, computing), "memory" if moving >= computing else "compute"

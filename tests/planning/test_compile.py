@@ -1,0 +1,130 @@
+"""Ahead-of-time compilation for TPU and GPU without one; where a compiler is not installed, those tests say so."""
+
+import dataclasses
+import json
+import pickle
+
+import jax
+import pytest
+
+from kimi_jax.cli.main import main
+from kimi_jax.config import ModelConfig
+from kimi_jax.parallel.mesh import MeshError
+from kimi_jax.planning import compile as ahead
+from kimi_jax.planning import topology
+from kimi_jax.planning.pods import Pod, find_pod
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Nine layers of K3's widths, with 64 experts."""
+    config = ahead.first_layers(ModelConfig.from_file("kimi-k3"), 9)
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, num_experts=64))
+
+
+def small_pod(name: str, topology: str) -> Pod:
+    mesh = {**Pod.from_file(name).mesh, "data": 1, "tensor": 4}
+    return dataclasses.replace(Pod.from_file(name), topology=topology, chips=4, devices=4, mesh=mesh)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("v5p-64chips", "v5p:2x2x1"), ("h200-16", "1x1x4")])
+def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
+    pod = small_pod(name, shape)
+    hint = topology.missing_compiler(pod.platform)
+    if hint is not None:
+        pytest.skip(hint)
+    step = ahead.pod_step(pod, "decode", batch=8, context=1024, tokens=1)
+    assert step == ahead.Step("decode", 8, 1, 1024)
+    (found,) = ahead.compile_steps(narrow, pod, [step], tmp_path)
+    assert isinstance(found, ahead.Compiled)
+    placed = ahead.argument_bytes(narrow, pod, step)
+    assert placed <= found.arguments < 1.05 * placed  # tokens, and a TPU's padding of small arrays
+    cache = found.aliased
+    assert 0 < found.outputs - cache < 0.01 * found.outputs + 8 * 2**20  # all of the cache is donated; logits are not
+    assert 0 < found.temporaries < 0.1 * found.arguments
+    assert found.total == found.arguments + found.temporaries + found.outputs - found.aliased + found.code
+    assert found.collectives["all-reduce"][0] >= 2 * narrow.num_layers - 2
+    # At least the products of a device's share of the dense weights and of 8·16/4 expert rows.
+    assert found.flops > found.flops_once > 0
+    assert found.bytes > 0.3 * found.arguments
+    rounds = {loop.function: (loop.rounds, loop.source) for loop in found.loops}
+    assert rounds["_attend"] == (4, "assumed")
+    assert rounds["grouped_matmul"] == (pytest.approx(16 * (1 - 0.75**8)), "assumed")
+    seconds, bound = ahead.roofline(pod, found)
+    assert bound == "memory"
+    assert seconds == found.bytes / pod.bandwidth
+    assert found.saved is not None
+    if not found.saved.startswith("not saved"):
+        assert len(pickle.loads((tmp_path / f"{pod.name}-decode.pickle").read_bytes())) == 3
+
+
+def test_what_cannot_fit_is_refused_before_compiling(monkeypatch):
+    monkeypatch.setattr(ahead, "pod_mesh", lambda pod: pytest.fail("compiled"))
+    eight = {**Pod.from_file("h200-16").mesh, "data": 1, "tensor": 8}
+    pod = dataclasses.replace(Pod.from_file("h200-16"), chips=8, devices=8, mesh=eight)
+    config = ModelConfig.from_file("kimi-k3")
+    steps = [ahead.pod_step(pod, phase, None, None, 1024) for phase in ("prefill", "decode")]
+    for found in ahead.compile_steps(config, pod, steps):
+        assert isinstance(found, ahead.Refused)
+        assert found.total > 1_560_000_000_000 / 8 > pod.hbm_bytes
+        assert "nothing was compiled" in found.reason
+
+
+def test_the_command_says_does_not_fit(tmp_path, capsys):
+    text = find_pod("h200-16").read_text().replace("chips = 16", "chips = 8").replace("devices = 16", "devices = 8")
+    path = tmp_path / "h200-8.toml"
+    path.write_text(text.replace("data = 2", "data = 1").replace("1x2x8", "1x1x8"))
+    assert main(["compile", "--pod", str(path), "--phase", "decode"]) == 1
+    out, err = capsys.readouterr()
+    assert "does not fit, 68.58 GB short: weights and cache alone" in out
+    assert "nothing was compiled" in out
+    assert err.endswith("kimi-jax: kimi-k3 (93 layers) on h200-8: decode does not fit\n")
+    assert main(["compile", "--pod", str(path), "--json"]) == 1
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [(step["step"]["phase"], step["fits"]) for step in steps] == [("prefill", False), ("decode", False)]
+    assert all(step["free"] < -60e9 for step in steps)
+
+
+@pytest.mark.parametrize(("pod", "package"), [("v5p-64chips", "jax[tpu]"), ("h200-16", "jax-cuda13-plugin")])
+def test_a_missing_compiler_gives_the_line_that_installs_it(pod, package, monkeypatch, capsys):
+    monkeypatch.setattr(topology, "_is_installed", lambda module: False)
+    assert main(["compile", "--pod", pod, "--phase", "decode", "--layers", "4"]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("kimi-jax: compiling for ")
+    assert "pip install" in err
+    assert package in err
+
+
+@pytest.mark.parametrize("options", [["--layers", "94"], ["--batch", "0"], ["--context", "-1"], ["--model", "kimi-k4"]])
+def test_options_that_cannot_be_meant(options, capsys):
+    assert main(["compile", "--pod", "v5p-64chips", *options]) == 2
+    assert options[1] in capsys.readouterr().err
+
+
+def test_a_batch_that_the_mesh_does_not_divide(narrow):
+    pod = small_pod("v5p-64chips", "v5p:2x2x1")
+    pod = dataclasses.replace(pod, mesh={**pod.mesh, "data": 4, "tensor": 1})
+    with pytest.raises(MeshError, match="batch of 6"):
+        next(iter(ahead.compile_steps(narrow, pod, [ahead.Step("decode", 6, 1, 1024)])))
+
+
+def test_arguments_have_the_bytes_that_the_table_says():
+    config = ModelConfig.from_file("tiny-k3")
+    import kimi_jax as kj
+
+    mesh = kj.make_mesh({"data": 2, "tensor": 4})
+    spec = ahead.ModelSpec(config, mesh, jax.numpy.dtype(jax.numpy.bfloat16))
+    step = ahead.Step("decode", 4, 1, 256)
+    arrays = jax.tree.leaves(ahead.step_arguments(spec, step))
+    sizes = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays]
+    total = sum(x.size * x.dtype.itemsize for x in sizes)
+    pod = dataclasses.replace(Pod.from_file("v5p-64chips"), mesh=dict(mesh.shape), devices=8, chips=8)
+    small = 4 * 4 + 4 * 4 + 2 * 4 + 4 * 4  # tokens, lengths, the cache's own lengths and identity
+    assert total == ahead.argument_bytes(config, pod, step) + small
+
+
+def test_target_config_of_gpus():
+    h200, b300 = (topology.target_config(Pod.from_file(name).gpu) for name in ("h200-16", "b300-8"))
+    assert "{ major: 9 feature_extension: ACCELERATED_FEATURES }" in h200
+    assert "{ major: 10 minor: 3 }" in b300
+    assert "device_memory_size: 151397597184" in h200
