@@ -104,6 +104,10 @@ def _verdict(pod: Pod, total: int) -> str:
     return f"fits, {left / 1e9:,.2f} GB left" if left >= 0 else f"does not fit, {-left / 1e9:,.2f} GB short"
 
 
+def _billions(number: float | None) -> str:
+    return "not told" if number is None else f"{number / 1e9:,.2f}"
+
+
 def _print(out: Console, title: str, pod: Pod, result: Compiled | Refused) -> None:
     step = result.step
     work = f"{step.phase} of {step.batch} x {step.tokens} tokens, cache of {step.context:,}"
@@ -136,10 +140,10 @@ def _print(out: Console, title: str, pod: Pod, result: Compiled | Refused) -> No
         "Work of a call and device",
         ("what", "number"),
         [
-            ("GFLOP, loop bodies once (XLA's count)", f"{result.flops_once / 1e9:,.1f}"),
-            ("GFLOP, every round", f"{result.flops / 1e9:,.1f}"),
-            ("GB moved, loop bodies once (XLA's count, with on-chip copies)", f"{result.bytes_once / 1e9:,.2f}"),
-            ("GB of HBM read and written, every round", f"{result.bytes / 1e9:,.2f}"),
+            ("GFLOP, loop bodies once (XLA's count)", _billions(result.flops_once)),
+            ("GFLOP of matrix products, every round", _billions(result.flops)),
+            ("GB moved, loop bodies once (XLA's count, with on-chip copies)", _billions(result.bytes_once)),
+            ("GB of HBM read and written, every round", _billions(result.bytes)),
             (
                 f"roofline, bound by {bound}",
                 f"{1e3 * seconds:,.2f} ms, {rate}",

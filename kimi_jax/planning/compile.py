@@ -68,9 +68,10 @@ class Compiled:
     - `lower_seconds`, `compile_seconds`: by the clock; `compile_cpu_seconds` of all threads: on a machine with other
         work, what the compiler itself took.
     - `collectives`: operations and bytes by kind, of each operation the larger of what goes in and what comes out.
-    - `flops_once`, `bytes_once`: XLA's own count, loop bodies once, traffic with the chip's fast memory included.
-    - `flops`: the same with the matrix products of every round. `bytes`: read from and written to HBM in all rounds,
-        from the program's text.
+    - `flops_once`, `bytes_once`: XLA's own count, loop bodies once, traffic with the chip's fast memory included; None
+        where the backend has none.
+    - `flops`, `bytes`: of the matrix products, and read from and written to HBM, from the program's text, every round
+        of its loops counted.
     - `saved`: the file with the serialised executable, or why there is none.
     """
 
@@ -83,8 +84,8 @@ class Compiled:
     lower_seconds: float
     compile_seconds: float
     compile_cpu_seconds: float
-    flops_once: float
-    bytes_once: float
+    flops_once: float | None
+    bytes_once: float | None
     flops: float
     bytes: float
     loops: tuple[LoopCount, ...]
@@ -205,7 +206,7 @@ def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compil
         text = texts[-1].read_text() if texts else compiled.as_text()
     program = Program(text, assumed_rounds(spec, step))
     memory: Any = compiled.memory_analysis()
-    cost: Any = compiled.cost_analysis()
+    cost: Any = compiled.cost_analysis() or {}
     counts = Counter((loop.function, loop.rounds, loop.source) for loop in program.loops)
     return Compiled(
         step,
@@ -217,9 +218,9 @@ def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compil
         middle - start,
         end - middle,
         cpu,
-        cost.get("flops", 0.0),
-        cost.get("bytes accessed", 0.0),
-        float(cost.get("flops", 0.0) + program.repeated_flops()),
+        cost.get("flops"),
+        cost.get("bytes accessed"),
+        float(program.product_flops()),
         float(program.traffic()),
         tuple(LoopCount(function, loops, rounds, why) for (function, rounds, why), loops in sorted(counts.items())),
         program.collectives(),

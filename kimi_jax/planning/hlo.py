@@ -1,15 +1,15 @@
 """What a compiled program's text tells: its loops, the bytes of its collectives, the work inside loop bodies.
 
 XLA's own cost analysis counts a loop's body once. `Program.loops` finds each loop, how often it runs where the compiler
-knows, and the function that it came from; `Program.times` is how often each computation runs; `repeated_flops` is the
-work of all further rounds, to be added to XLA's count.
+knows, and the function that it came from; `Program.times` is how often each computation runs, and
+everything is counted so often.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -155,13 +155,9 @@ class Program:
                 found[kind] = (count + times, size + times * max(into, out))
         return {kind: found[kind] for kind in COLLECTIVES if kind in found}
 
-    def repeated_flops(self) -> float:
-        """FLOPs of matrix products in all rounds of all loops but each one's first: what XLA's count lacks."""
-        once = Program._of(self.computations, self.entry, [replace(loop, rounds=1.0) for loop in self.loops])
-        return sum(
-            (self.times[computation.name] - once.times[computation.name]) * product_flops(computation, one)
-            for computation, one in self._instructions()
-        )
+    def product_flops(self) -> float:
+        """FLOPs of the matrix products, every round counted."""
+        return sum(self.times[where.name] * product_flops(where, one) for where, one in self._instructions())
 
     def traffic(self) -> float:
         """Bytes read from and written to a device's memory, every round counted; of what is sliced only the slice."""
@@ -170,12 +166,6 @@ class Program:
             for computation, one in self._instructions()
             if computation.name not in self._fused
         )
-
-    @classmethod
-    def _of(cls, computations: dict[str, Computation], entry: str, loops: list[Loop]) -> "Program":
-        program = cls.__new__(cls)
-        program.computations, program.entry, program.loops = computations, entry, loops
-        return program
 
     @cached_property
     def _fused(self) -> set[str]:

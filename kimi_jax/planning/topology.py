@@ -4,7 +4,6 @@ TPU programs are compiled by the package `libtpu`, GPU programs by `jax-cuda13-p
 `ptxas` from `nvidia-cuda-nvcc`. Neither touches a device, or needs one.
 """
 
-import importlib
 import importlib.util
 import os
 import shutil
@@ -82,11 +81,7 @@ def _gpu_devices(pod: Pod) -> Sequence[Any]:
     _check("cuda")
     assert pod.gpu is not None
     _answer_cuda_for_gpu()
-    try:
-        importlib.import_module("jax_plugins.xla_cuda13").initialize()
-    except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):
-            raise
+    jax.devices("cpu")  # starting JAX registers the plugins that are installed, without a GPU too
     return _devices(pod, topology=pod.topology, target_config=target_config(pod.gpu))
 
 

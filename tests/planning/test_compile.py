@@ -44,8 +44,10 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
     assert 0 < found.temporaries < 0.1 * found.arguments
     assert found.total == found.arguments + found.temporaries + found.outputs - found.aliased + found.code
     assert found.collectives["all-reduce"][0] >= 2 * narrow.num_layers - 2
-    # At least the products of a device's share of the dense weights and of 8·16/4 expert rows.
-    assert found.flops > found.flops_once > 0
+    # Each of the 8 rows meets a device's share of the dense weights: about 2 operations a number.
+    assert found.flops > 0.5 * 8 * 2 * 9 * 600e6 / 4
+    if found.flops_once is not None:
+        assert found.flops > found.flops_once
     assert found.bytes > 0.3 * found.arguments
     rounds = {loop.function: (loop.rounds, loop.source) for loop in found.loops}
     assert rounds["_attend"] == (4, "assumed")

@@ -109,9 +109,9 @@ def test_collectives_count_every_round():
     }
 
 
-def test_products_of_every_round_but_the_first():
-    assert Program(PROGRAM).repeated_flops() == 0
-    assert Program(PROGRAM, {"attend": 3}).repeated_flops() == 2 * (2 * 8 * 32 * 128)
+def test_products_of_every_round():
+    assert Program(PROGRAM).product_flops() == 2 * 8 * 32 * 128
+    assert Program(PROGRAM, {"attend": 3}).product_flops() == 3 * 2 * 8 * 32 * 128
 
 
 def test_traffic_takes_slices_and_leaves_out_fast_memory():
