@@ -23,9 +23,9 @@ from kimi_jax.model.model import ModelSpec, abstract_params, nest
 from kimi_jax.ops import grouped_matmul, indexer, latent_attention
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
-from kimi_jax.planning.hlo import Program
 from kimi_jax.planning.memory import place
 from kimi_jax.planning.pods import Pod
+from kimi_jax.planning.program import Program
 from kimi_jax.planning.topology import compiler_options, pod_mesh
 
 Phase = Literal["prefill", "decode"]
@@ -203,7 +203,7 @@ def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compil
             return Refused(step, None, f"the compiler found no room: {str(error).splitlines()[0]}")
         end, cpu = time.perf_counter(), time.process_time() - cpu
         texts = sorted(Path(dump).glob("*.after_optimizations.txt"), key=lambda path: path.stat().st_size)
-        text = texts[-1].read_text() if texts else compiled.as_text()
+        text = texts[-1].read_text() if texts else compiled.as_text() or ""
     program = Program(text, assumed_rounds(spec, step))
     memory: Any = compiled.memory_analysis()
     cost: Any = compiled.cost_analysis() or {}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kimi_jax.planning.hlo import Program, Shape, product_flops, read_shapes
+from kimi_jax.planning.hlo import Shape, read_shapes
+from kimi_jax.planning.program import Program, product_flops
 
 PROGRAM = """\
 HloModule jit_extend, is_scheduled=true, num_partitions=8
@@ -98,6 +99,28 @@ def test_loops_and_their_rounds():
     assert (data.function, data.rounds, data.source) == ("attend", 1, "unknown")
     _, data = Program(PROGRAM, {"attend": 2.5}).loops
     assert (data.rounds, data.source) == (2.5, "assumed")
+
+
+def test_a_counter_below_a_constant_tells_the_rounds():
+    # A TPU's text names no trip count: the condition compares the counter with a constant, or with one carried along.
+    condition = "  %carry.1 = (s32[], bf16[8,128]{1,0}) parameter(0)\n"
+    counter = condition + "  %at = s32[] get-tuple-element(%carry.1), index=0\n"
+    tests = {
+        "  %end = s32[] constant(7)\n  ROOT %more = pred[] compare(%at, %end), direction=LT": (7, "known"),
+        "  %end = s32[] get-tuple-element(%carry.1), index=1\n  ROOT %more = pred[] compare(%at, %end), direction=LT": (
+            1,
+            "unknown",  # here what is carried is no constant
+        ),
+    }
+    for text, wanted in tests.items():
+        program = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+        program = program.replace(condition + "  ROOT %more = pred[] constant(true)", counter + text)
+        loop = Program(program).loops[0]
+        assert (loop.rounds, loop.source) == wanted
+    carried = Program(
+        program.replace("tuple(%n, %p0)", "tuple(%n, %m)").replace("ROOT %copy", "%m = s32[] constant(9)\n  ROOT %copy")
+    )
+    assert carried.loops[0].rounds == 9
 
 
 def test_collectives_count_every_round():
