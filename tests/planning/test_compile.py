@@ -38,7 +38,8 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
     (found,) = ahead.compile_steps(narrow, pod, [step], tmp_path)
     assert isinstance(found, ahead.Compiled)
     placed = ahead.argument_bytes(narrow, pod, step)
-    assert placed <= found.arguments < 1.05 * placed  # tokens, and a TPU's padding of small arrays
+    # More: tokens, and a TPU's padding of small arrays. Less: layer 0 has a residual mix that nothing uses.
+    assert 0.999 * placed < found.arguments < 1.05 * placed
     cache = found.aliased
     assert 0 < found.outputs - cache < 0.01 * found.outputs + 8 * 2**20  # all of the cache is donated; logits are not
     assert 0 < found.temporaries < 0.1 * found.arguments
