@@ -156,7 +156,7 @@ def change_record(directory, part, change):
     """Edits a record and enters its new digest into the manifest."""
     path = record_file(directory, part)
     record = json.loads(path.read_text())
-    change(record)
+    change(record["arrays"])
     path.write_text(json.dumps(record))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     change_manifest(directory, parts=dict(read_manifest(directory).parts) | {part: digest})
