@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_jax.checkpoint.array_store import StreamedArray, chunk_shape, save_arrays
+from kimi_jax.checkpoint.array_store import BAND, StreamedArray, chunk_shape, save_arrays
 from kimi_jax.checkpoint.converted import check_part
 from kimi_jax.checkpoint.manifest import (
     REST,
@@ -49,7 +49,7 @@ IN_FLIGHT = 4
 """Blocks being written while the next is read."""
 WRITER_FACTOR = 16
 """Peak memory of writing, in blocks, as measured: those in flight, as they came and as they are written, and more."""
-LARGEST_BLOCK = 32 << 20
+LARGEST_BLOCK = BAND  # a row of chunks is never more
 _SAMPLES, _SAMPLE = 16, 4096
 
 

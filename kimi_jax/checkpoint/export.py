@@ -1,11 +1,8 @@
 """From a converted checkpoint back to the Hugging Face files it was made of, byte for byte."""
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from kimi_jax.checkpoint.check import language_prefix
 from kimi_jax.checkpoint.converted import ConvertedSource
@@ -14,10 +11,11 @@ from kimi_jax.checkpoint.manifest import (
     Progress,
     check_small_files,
     digest,
+    durable_file,
     free_space,
     header_file,
+    raw_bytes,
     small_file,
-    sync_folder,
     write_durably,
 )
 from kimi_jax.checkpoint.names import StoredTensor, stored_tensors
@@ -53,25 +51,20 @@ def export(directory: str | Path, out: str | Path, *, overwrite: bool = False, p
     wanted = {prefix + tensor.name: tensor for tensor in stored_tensors(source.config)}
     done = 0
     for name, header in files.items():
-        temporary = out / f".{name}.tmp"
-        with temporary.open("wb") as file:
+        with durable_file(out / name) as file:
             file.write(header)
             for tensor in sorted(tensors[name].values(), key=lambda t: t.start):
                 for piece in _pieces(source, tensor.name, wanted.get(tensor.name), math.prod(tensor.shape)):
-                    file.write(piece.data)
-                    done += len(piece)
+                    file.write(piece)
+                    done += piece.nbytes
                     if progress is not None:
                         progress(name, done, total)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out / name)
     for name in source.manifest.files:
         write_durably(out / name, small_file(directory, name).read_bytes())
-    sync_folder(out)
     return len(files)
 
 
-def _pieces(source: ConvertedSource, name: str, wanted: StoredTensor | None, size: int) -> Iterator[np.ndarray]:
+def _pieces(source: ConvertedSource, name: str, wanted: StoredTensor | None, size: int) -> Iterator[memoryview]:
     """The bytes of a stored tensor of `size` elements, band by band, each proved."""
     if size == 0:
         return
@@ -89,11 +82,7 @@ def _pieces(source: ConvertedSource, name: str, wanted: StoredTensor | None, siz
             raise CheckpointError(f"{source.directory}: tensor {name}: the bytes differ from their digest: damaged")
         if wanted is not None and wanted.expert is not None:
             data = data[wanted.expert % record.rows]
-        yield _bytes(data)
+        yield raw_bytes(data)
     if wanted is not None and wanted.expert is None:
         padding = size - math.prod(record.shape)
-        yield np.zeros(padding * record.itemsize, np.uint8)
-
-
-def _bytes(data: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        yield memoryview(bytes(padding * record.itemsize))

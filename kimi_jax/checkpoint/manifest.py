@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,8 +106,12 @@ class Manifest:
 
 def digest(data: Any) -> str:
     """SHA-256 of bytes or of a contiguous array's bytes, in hexadecimal."""
-    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
-    return hashlib.sha256(raw).hexdigest()
+    return hashlib.sha256(raw_bytes(data) if isinstance(data, np.ndarray) else data).hexdigest()
+
+
+def raw_bytes(array: np.ndarray) -> memoryview:
+    """An array's bytes in C order, without a copy where they lie so."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def part_folder(directory: Path, part: str) -> Path:
@@ -222,9 +226,16 @@ def check_small_files(directory: Path, manifest: Manifest) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Writes a file so that after a crash it is the old one or the new one."""
+    with durable_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written, under another name until it is whole and on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

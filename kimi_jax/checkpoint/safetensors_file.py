@@ -18,7 +18,7 @@ import numpy as np
 
 from kimi_jax.checkpoint.storage import CheckpointError, File, Folder, LocalFile, LocalFolder, read_bytes
 
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -99,7 +99,7 @@ class SafetensorsFile:
         **Raises:** `CheckpointError` naming the file where it cannot be read.
         """
         tensor = self.tensors[name]
-        dtype = _DTYPES[tensor.dtype]
+        dtype = DTYPES[tensor.dtype]
         shape, start = (math.prod(tensor.shape),) if flat else tensor.shape, tensor.start
         if shape:
             first, last, _ = rows.indices(shape[0])
@@ -132,9 +132,9 @@ def _entry(where: str, name: str, entry: Any, base: int) -> TensorInfo:
         start, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(f"{where}: tensor {name}: damaged header entry {entry!r}") from None
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise CheckpointError(f"{where}: tensor {name}: unknown dtype {dtype!r}")
-    wanted = math.prod(shape) * _DTYPES[dtype].itemsize
+    wanted = math.prod(shape) * DTYPES[dtype].itemsize
     if end - start != wanted or start < 0 or min(shape, default=0) < 0:
         raise CheckpointError(
             f"{where}: tensor {name}: {dtype} {list(shape)} takes {wanted} bytes, the header gives it {end - start}"
@@ -228,7 +228,7 @@ class CheckpointFiles:
 
     def numpy_dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor."""
-        return _DTYPES[self.tensors[name].dtype]
+        return DTYPES[self.tensors[name].dtype]
 
 
 def read_index(where: str, data: bytes) -> tuple[dict[str, str], int | None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from kimi_jax.checkpoint.check import check_tensors, resolve_indexer
+from kimi_jax.checkpoint.manifest import MANIFEST
 from kimi_jax.checkpoint.names import StoredTensor, is_vision
 from kimi_jax.checkpoint.safetensors_file import CheckpointFiles
 from kimi_jax.checkpoint.storage import CheckpointError, Folder, local_small_files, open_folder
@@ -32,9 +33,9 @@ class HuggingFaceSource:
         **Raises:** `ConfigError` for the configuration, `CheckpointError` for the files.
         """
         self.folder: Folder = open_folder(directory)
-        if "manifest.json" in self.folder.names():
+        if MANIFEST in self.folder.names():
             raise CheckpointError(
-                f"{directory} holds a manifest.json: a converted checkpoint is read from a local path; "
+                f"{directory} holds a {MANIFEST}: a converted checkpoint is read from a local path; "
                 "if it is none, move that file away"
             )
         with local_small_files(self.folder) as local:

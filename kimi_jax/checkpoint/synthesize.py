@@ -6,7 +6,6 @@ their size through the layers and the router's scores spread over the experts.
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -16,16 +15,15 @@ from statistics import NormalDist
 import ml_dtypes
 import numpy as np
 
-from kimi_jax.checkpoint.manifest import Progress, free_space, write_durably
+from kimi_jax.checkpoint.manifest import Progress, durable_file, free_space, raw_bytes, write_durably
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, StoredTensor, stored_tensors, vision_tensors
-from kimi_jax.checkpoint.safetensors_file import INDEX
+from kimi_jax.checkpoint.safetensors_file import DTYPES, INDEX
 from kimi_jax.checkpoint.storage import CheckpointError, local_destination
 from kimi_jax.config import ModelConfig, find_config
 
 PIECE = 1 << 24
 """Elements made at once."""
 _CODE_RMS = math.sqrt((0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)  # of the sixteen MXFP4 codes, equally likely
-_DTYPES = {"U8": np.dtype(np.uint8), "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def synthesize(
@@ -64,18 +62,15 @@ def synthesize(
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):06d}.safetensors"
-        with (out / f".{name}.tmp").open("wb") as file:
+        with durable_file(out / name) as file:
             file.write(_header(tensors))
             for full, tensor in tensors.items():
                 for piece in _values(tensor, config, np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])):
-                    file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+                    file.write(raw_bytes(piece))
                     done += piece.nbytes
                     if progress is not None:
                         progress(name, done, total)
                 weight_map[full] = name
-            file.flush()
-            os.fsync(file.fileno())
-        (out / f".{name}.tmp").replace(out / name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_durably(out / INDEX, json.dumps(index, indent=1).encode())
     write_durably(out / "config.json", path.read_bytes())
@@ -100,7 +95,7 @@ def _divide(config: ModelConfig, file_bytes: int) -> list[dict[str, StoredTensor
 
 
 def _nbytes(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shapes[0]) * _DTYPES[tensor.dtypes[0]].itemsize
+    return math.prod(tensor.shapes[0]) * DTYPES[tensor.dtypes[0]].itemsize
 
 
 def _header(tensors: dict[str, StoredTensor]) -> bytes:
@@ -117,7 +112,7 @@ def _header(tensors: dict[str, StoredTensor]) -> bytes:
 def _values(tensor: StoredTensor, config: ModelConfig, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """A tensor's numbers in pieces of at most `PIECE` elements, flat."""
     shape, name = tensor.shapes[0], tensor.name
-    size, dtype = math.prod(shape), _DTYPES[tensor.dtypes[0]]
+    size, dtype = math.prod(shape), DTYPES[tensor.dtypes[0]]
     if name.endswith(".A_log"):
         heads = min(size, config.kda.num_heads)
         yield np.concatenate([np.log(rng.uniform(1, 16, heads)), np.zeros(size - heads)]).astype(dtype)

@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.parallel.sharding import TABLE, Axes, active_mesh, divided, partition_spec
 
 CONTEXT = "context"
-Combine = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def over_positions(
