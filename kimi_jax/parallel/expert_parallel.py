@@ -12,6 +12,7 @@ Two exact strategies, neither of which drops anything. With M rows in all, n dev
 devices, and for the few rows of a small decode step).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -108,9 +109,7 @@ def _dispatch(
 ) -> Array:
     owners = TABLE["experts"]
     sharers = tuple(axis for axis in owners if axis not in split)  # devices that hold the same rows share them out
-    ways = 1
-    for axis in sharers:
-        ways *= mesh.shape[axis]
+    ways = math.prod(mesh.shape[axis] for axis in sharers)
     rows, per_row = index.shape
     share = -(-rows // ways)
     mine = jax.lax.axis_index(sharers) * share if sharers else 0

@@ -13,20 +13,6 @@ pytestmark = pytest.mark.xdist_group("checkpoint commands")
 THREE_LAYERS = Path(__file__).parents[1] / "checkpoint" / "three-layers.json"
 
 
-@pytest.fixture
-def run(capsys):
-    """`run(*arguments)`: exit code, standard output, standard error."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code or 0
-        return (code, *capsys.readouterr())
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A checkpoint of three layers in three files."""

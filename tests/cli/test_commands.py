@@ -8,25 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kimi_jax.cli.main import main
-
 pytestmark = pytest.mark.xdist_group("commands")
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT.parent / "shared" / "k3" / "model.safetensors.index.json.gz"
-
-
-@pytest.fixture
-def run(capsys):
-    """`run(*arguments)`: exit code, standard output, standard error."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code or 0
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 def test_inspect_prints_every_number_whole(run):

@@ -5,23 +5,7 @@ import re
 
 import pytest
 
-from kimi_jax.cli.main import main
-
 B300 = ("plan", "--device", "B300 288GB", "--count", "8")
-
-
-@pytest.fixture
-def run(capsys):
-    """`run(*arguments)`: exit code, standard output, standard error."""
-
-    def call(*arguments):
-        try:
-            code = main(list(arguments))
-        except SystemExit as end:
-            code = end.code or 0
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 def test_plan_prints_every_number_whole(run):
