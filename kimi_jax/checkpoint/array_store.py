@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,11 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.checkpoint.zarr_shard import sharded, write_shard
 from kimi_jax.parallel.sharding import Axes
 
 BAND = 32 << 20
 """Rows that share their chunks along the first axis take at most this many bytes: the least that is written at once."""
-_RAW = {"name": "bytes", "configuration": {"endian": "little"}}
-_CHECKSUM = {"name": "crc32c"}  # of each chunk: damage is an error where it is read, on a pod too
 _SPLITS = 2**7 * 3 * 5 * 7  # numbers of devices whose parts are whole chunks: its divisors
 _ONE_CHUNK = 4096  # arrays of fewer bytes are not divided
 
@@ -78,7 +77,7 @@ def chunk_shape(shape: Sequence[int], axes: Axes, itemsize: int) -> tuple[int, .
 def save_arrays(path: Path, tree: Mapping[str, Any], in_flight: int) -> None:
     """Writes one Orbax checkpoint of (nested) dicts of `StreamedArray`; `path` appears when all of it is written.
 
-    At most `in_flight` bytes are being written while the next block is read. It is durable after `sync_tree(path)`.
+    At most `in_flight` blocks are held at once, the one being read among them. It is durable after `sync_tree(path)`.
 
     **Raises:** what reading the blocks raises; `CheckpointError` where writing fails.
     """
@@ -120,59 +119,35 @@ class _Handler(type_handlers.NumpyHandler):
         """Returns one future that writes all arrays, one after the other."""
 
         async def write_all() -> None:
-            writing = _Writing(self.in_flight)
-            with ThreadPoolExecutor(1) as reader:
-                for value, info in zip(values, infos, strict=True):
-                    await info.await_path_creation()
-                    await _write(value, Path(info.parent_dir), info.name, info.ts_context, reader, writing)
-            await writing.leave(0)
+            for info in infos:
+                await info.await_path_creation()
+            folders = [(value, Path(info.parent_dir), info.name) for value, info in zip(values, infos, strict=True)]
+            await asyncio.to_thread(_write_arrays, folders, self.in_flight)
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="kimi_jax")]
 
 
-class _Writing:
-    """Writes that have been started, of at most `limit` bytes together, or one."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.bytes = limit, 0
-        self.started: deque[tuple[int, Any]] = deque()
-
-    async def add(self, place: ts.TensorStore, block: np.ndarray) -> None:
-        """Starts a write when there is room."""
-        await self.leave(max(0, self.limit - block.nbytes))
-        self.started.append((block.nbytes, place.write(block, can_reference_source_data_indefinitely=True).commit))
-        self.bytes += block.nbytes
-
-    async def leave(self, most: int) -> None:
-        """Waits until at most this many bytes are being written."""
-        while self.bytes > most:
-            size, future = self.started.popleft()
-            await future
-            self.bytes -= size
-
-
-async def _write(
-    value: StreamedArray, folder: Path, name: str, context: ts.Context, reader: ThreadPoolExecutor, writing: _Writing
-) -> None:
-    inner = {"chunk_shape": value.chunks, "codecs": [_RAW, _CHECKSUM], "index_codecs": [_RAW, _CHECKSUM]}
-    columns = (-(-size // chunk) * chunk for size, chunk in zip(value.shape[1:], value.chunks[1:], strict=True))
-    shard = (value.block_rows, *columns)
-    spec = _spec(folder, name) | {
-        "context": {"file_io_sync": False},  # `sync_tree` does it once
-        "metadata": {
-            "shape": value.shape,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-            "codecs": [{"name": "sharding_indexed", "configuration": inner}],
-        },
-        "dtype": value.dtype.name,
-        "store_data_equal_to_fill_value": True,
-    }
-    store = await ts.open(spec, create=True, open=False, context=context)
-    blocks, row, loop = value.blocks(), 0, asyncio.get_running_loop()
-    while (block := await loop.run_in_executor(reader, next, blocks, None)) is not None:
-        await writing.add(store[row : row + len(block)], block)
-        row += len(block)
-        del block
+def _write_arrays(arrays: Sequence[tuple[StreamedArray, Path, str]], in_flight: int) -> None:
+    """Writes arrays, by folder and name, each block in a thread of its own while the next is read."""
+    with ThreadPoolExecutor(in_flight) as pool:
+        writing: deque[Future[None]] = deque()
+        for value, folder, name in arrays:
+            columns = (-(-size // c) * c for size, c in zip(value.shape[1:], value.chunks[1:], strict=True))
+            shard = (value.block_rows, *columns)
+            spec = _spec(folder, name) | {
+                "metadata": sharded(value.shape, shard, value.chunks),
+                "dtype": value.dtype.name,
+            }
+            ts.open(spec, create=True, open=False).result()
+            place = folder / name / "c"
+            rest = ["0"] * (len(shard) - 1)
+            for number, block in enumerate(value.blocks()):
+                writing.append(pool.submit(write_shard, place.joinpath(str(number), *rest), block, shard, value.chunks))
+                del block  # one more would be held while the next is read
+                if len(writing) == in_flight:
+                    writing.popleft().result()
+        while writing:
+            writing.popleft().result()
 
 
 def _spec(folder: Path, name: str) -> dict[str, Any]:

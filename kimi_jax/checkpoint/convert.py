@@ -342,7 +342,7 @@ def _write_part(directory: Path, part: str, arrays: Part, block: int, tell: Call
         tree = (
             streamed if part == UNUSED else nest(streamed)
         )  # names that no parameter uses may be each other's beginning
-        save_arrays(part_folder(directory, part), tree, in_flight=IN_FLIGHT * block)
+        save_arrays(part_folder(directory, part), tree, in_flight=IN_FLIGHT)
     return {
         name: ArrayRecord(array.shape, array.dtype.name, array.chunks, tuple(d.result() for d in digests[name]))
         for name, array in arrays.items()

@@ -3,7 +3,8 @@
     python tests/bench/convert.py --scratch DIR [--experts 224] [--layers 3] [--max-memory 16GB]
 
 Synthesizes a checkpoint of K3's widths (10.5 GB by default, its largest array over 1.2 GB), drops it from the page
-cache before each step, and needs three times its size on the disk of DIR.
+cache before each step, and needs three times its size on the disk of DIR: nothing is removed before the end, for a
+disk may be busy with that for a while.
 """
 
 import json
@@ -81,7 +82,6 @@ def main(bench: Bench) -> None:
     start = time.perf_counter()
     os.sync()
     sync_seconds = time.perf_counter() - start
-    shutil.rmtree(copied)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     seconds = timed(lambda: command("convert", str(source), str(converted), "--max-memory", bench.max_memory), source)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
