@@ -43,9 +43,9 @@ def checkpoint_directory(name: str) -> Path:
 
 
 @cache
-def load_tiny(name: str, mesh: str = "one", dtype: str = "float32") -> kj.Model:
+def load_tiny(name: str, mesh: str = "one", dtype: str = "float32", loop: bool = False) -> kj.Model:
     """A tiny model, loaded once a run."""
-    return kj.load_model(checkpoint_directory(name), mesh=kj.make_mesh(MESHES[mesh]), dtype=dtype)
+    return kj.load_model(checkpoint_directory(name), mesh=kj.make_mesh(MESHES[mesh]), dtype=dtype, loop=loop)
 
 
 @cache
@@ -57,7 +57,7 @@ def load_golden(name: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="session")
 def tiny():
-    """`tiny(name, mesh="one", dtype="float32")`: a shared tiny model."""
+    """`tiny(name, mesh="one", dtype="float32", loop=False)`: a shared tiny model."""
     load_tiny.directory = checkpoint_directory
     return load_tiny
 

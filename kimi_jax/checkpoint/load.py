@@ -15,7 +15,7 @@ from kimi_jax.checkpoint.converted import ConvertedSource
 from kimi_jax.checkpoint.manifest import is_converted
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.model import Model, ModelSpec, abstract_params, nest
+from kimi_jax.model.model import Model, ModelSpec, nest, param_layout
 from kimi_jax.parallel.expert_parallel import STRATEGIES
 from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
@@ -34,6 +34,7 @@ def load_model(
     dtype: DTypeLike = "bfloat16",
     layers: Sequence[int] | None = None,
     expert_strategy: str = "auto",
+    loop: bool | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a checkpoint onto the devices of `mesh`; on several hosts each reads only what its devices hold.
@@ -49,7 +50,9 @@ def load_model(
         model that does not fit. `model.layers[i]` of the others has shapes and no numbers.
     - `expert_strategy`: how expert parallelism moves tokens: "gather", "dispatch", or "auto" by the bytes that each
         moves (see `kimi_jax.parallel.expert_parallel`).
-    - `progress`: called after each parameter with bytes placed and bytes in all.
+    - `loop`: stack the layers that repeat and run them as a loop (`kimi_jax.model.segments`): minutes less of compiling
+        for K3. None: on accelerators, unless `layers` are chosen. On CPU a loop copies every weight it uses.
+    - `progress`: called after each array with bytes placed and bytes in all.
 
     **Raises:** `ConfigError` for the configuration, `MeshError` where the mesh does not divide the model,
     `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right,
@@ -59,21 +62,26 @@ def load_model(
     compute = _compute_dtype(dtype)
     if expert_strategy not in STRATEGIES:
         raise ValueError(f"expert_strategy {expert_strategy!r} is none of {', '.join(STRATEGIES)}")
+    if loop and layers is not None:
+        raise ValueError("loop is for whole models: leave it out when choosing layers")
     source = open_source(directory)
-    declared = abstract_params(source.config)
-    shardings = {p: array_sharding(p, s.shape, axes, mesh) for p, (s, axes) in declared.items()}
+    if loop is None:
+        devices = jax.devices() if mesh is None else mesh.devices.flat
+        loop = layers is None and devices[0].platform != "cpu"
+    declared = param_layout(source.config, loop)
+    shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
     present = _check_layers(layers, source.config)
-    wanted = [param for param in declared if _is_wanted(param, present)]
-    sizes = {param: math.prod(declared[param][0].shape) * source.dtype(param).itemsize for param in wanted}
+    wanted = {key: names for key, (_, _, names) in declared.items() if _is_wanted(key, present)}
+    sizes = {key: math.prod(declared[key][0].shape) * source.dtype(names[0]).itemsize for key, names in wanted.items()}
     placed, total = 0, sum(sizes.values())
-    params: dict[str, Array | jax.ShapeDtypeStruct] = {p: struct for p, (struct, _) in declared.items()}
-    for param in wanted:
-        params[param] = _place(source, param, declared[param][0].shape, shardings[param])
-        placed += sizes[param]
+    params: dict[str, Array | jax.ShapeDtypeStruct] = {key: struct for key, (struct, _, _) in declared.items()}
+    for key, names in wanted.items():
+        params[key] = _place(source, names, declared[key][0].shape, shardings[key])
+        placed += sizes[key]
         if progress is not None:
             progress(placed, total)
     return Model(
-        spec=ModelSpec(source.config, mesh, compute, expert_strategy),
+        spec=ModelSpec(source.config, mesh, compute, expert_strategy, loop),
         params=nest(params),
         stop_ids=source.stop_ids,
         vision_tensors=source.vision_tensors,
@@ -88,18 +96,27 @@ def open_source(directory: str | Path) -> ParamSource:
     return HuggingFaceSource(directory)
 
 
-def _place(source: ParamSource, param: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Array:
-    """A parameter on its devices; those that hold the same slice share one read."""
+def _place(
+    source: ParamSource, names: tuple[str, ...], shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> Array:
+    """A parameter, or a stack of several, on its devices; those that hold the same slice share one read."""
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         if bounds not in read:
-            read[bounds] = source.read(param, tuple(slice(*b) for b in bounds))
+            own = tuple(slice(*b) for b in bounds)
+            read[bounds] = source.read(names[0], own) if len(names) == 1 else stack(names[own[0]], own[1:])
         return read[bounds]
 
-    return jax.make_array_from_callback(shape, sharding, part, dtype=source.dtype(param))
+    def stack(layers: tuple[str, ...], index: tuple[slice, ...]) -> np.ndarray:
+        out = np.empty((len(layers), *(i.stop - i.start for i in index)), source.dtype(layers[0]))
+        for place, name in zip(out, layers, strict=True):
+            place[...] = source.read(name, index)
+        return out
+
+    return jax.make_array_from_callback(shape, sharding, part, dtype=source.dtype(names[0]))
 
 
 def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> frozenset[int]:
@@ -110,9 +127,10 @@ def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> frozense
     return frozenset(chosen)
 
 
-def _is_wanted(param: str, layers: frozenset[int]) -> bool:
-    head, _, tail = param.partition(".")
-    return head != "layers" or int(tail.partition(".")[0]) in layers
+def _is_wanted(key: str, layers: frozenset[int]) -> bool:
+    head, _, tail = key.partition(".")
+    layer = tail.partition(".")[0]
+    return head != "layers" or not layer.isdecimal() or int(layer) in layers
 
 
 def _compute_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from kimi_jax.checkpoint.safetensors_file import SafetensorsFile
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
-from kimi_jax.model.cache import Cache, cache_layout
+from kimi_jax.model.cache import ROW_AXIS, Cache, cache_layout
 from kimi_jax.model.model import Model, ModelSpec, flatten
 from kimi_jax.parallel.distributed import fetch
 from kimi_jax.parallel.sharding import array_sharding
@@ -52,11 +53,12 @@ def init_cache(model: Model, batch: int, max_len: int) -> Cache:
 
 def cache_placement(spec: ModelSpec, batch: int, max_len: int) -> tuple[Cache, Cache]:
     """A `Cache` of shapes and dtypes, and one of shardings."""
-    layout, axes = cache_layout(spec.config, spec.dtype, batch, max_len)
+    layout, axes = cache_layout(spec.config, spec.dtype, batch, max_len, spec.loop)
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
         field = path[-1].name
-        return array_sharding(f"cache {field}", leaf.shape, axes[field], spec.mesh)
+        rounds = (None,) * (len(leaf.shape) - len(axes[field]))
+        return array_sharding(f"cache {field}", leaf.shape, rounds + axes[field], spec.mesh)
 
     return layout, jax.tree_util.tree_map_with_path(place, layout)
 
@@ -73,7 +75,7 @@ def check_cache(model: Model, cache: Cache, batch: int) -> None:
     """Refuses a cache whose rows, shapes, dtypes or devices are not those of `model`."""
     if cache.batch != batch:
         raise ValueError(f"{batch} rows of tokens, but the cache has {cache.batch}")
-    if _layout(cache) != _layout(cache_layout(model.config, model.dtype, batch, cache.max_len)[0]):
+    if _layout(cache) != _layout(cache_placement(model.spec, batch, cache.max_len)[0]):
         raise CacheError("the cache was made for another model or dtype; make one with init_cache")
     if cache.lengths.sharding.device_set != next(flatten(model.params))[1].sharding.device_set:
         raise CacheError("the cache lies on other devices than the model; make one with init_cache")
@@ -91,11 +93,12 @@ def reset_rows(cache: Cache, rows: ArrayLike) -> Cache:
 
 @partial(jax.jit, donate_argnums=0)
 def _reset(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    def clear(x: Array) -> Array:
-        return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
+    def clear(name: str, x: Array) -> Array:
+        field = name.rpartition(".")[2]
+        behind = x.ndim - 1 if field not in ROW_AXIS else -1 - ROW_AXIS[field]
+        return jnp.where(rows.reshape((-1,) + (1,) * behind), jnp.zeros((), x.dtype), x)
 
-    layers, lengths = jax.tree.map(clear, (cache.layers, cache.lengths))
-    return replace(cache, layers=layers, lengths=lengths)
+    return replace(_map_named(clear, replace(cache, identity=None)), identity=cache.identity)
 
 
 def save_cache(path: str | Path, cache: Cache) -> None:
@@ -147,8 +150,10 @@ def load_cache(path: str | Path, model: Model) -> Cache:
     arrays = {}
     for name, struct in _named(wanted).items():
         flat = file.read(name).view(struct.dtype) if name in file.tensors else np.empty(0, struct.dtype)
-        rest = int(np.prod([size for i, size in enumerate(struct.shape) if not (_grows(name) and i == 1)]))
-        shape = (batch, flat.size // rest, *struct.shape[2:]) if _grows(name) else struct.shape
+        shape = struct.shape
+        if _grows(name):
+            *lead, _, width = shape
+            shape = (*lead, flat.size // (math.prod(lead) * width), width)
         if flat.size != int(np.prod(shape)):
             raise CacheError(f"{path}: damaged: {name} has {flat.size} numbers, wanted shape {list(shape)}")
         arrays[name] = flat.reshape(shape)
@@ -165,12 +170,12 @@ def load_cache(path: str | Path, model: Model) -> Cache:
 
 
 def _grows(name: str) -> bool:
-    """Whether an array has an entry for each cached position, along its axis 1."""
+    """Whether an array has an entry for each cached position, along its last axis but one."""
     return name.endswith(("latents", "index_keys"))
 
 
 def _cut(cache: Cache, length: int) -> Cache:
-    return _map_named(lambda name, x: x[:, :length] if _grows(name) else x, cache)
+    return _map_named(lambda name, x: x[..., :length, :] if _grows(name) else x, cache)
 
 
 def _name(path: tuple[Any, ...]) -> str:

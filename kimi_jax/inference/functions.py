@@ -24,6 +24,7 @@ from kimi_jax.inference.arguments import (
 )
 from kimi_jax.inference.caches import check_cache, constrain_cache
 from kimi_jax.model.cache import Cache, KDACache
+from kimi_jax.model.decoder import LayerTrace
 from kimi_jax.model.model import Model, ModelSpec, Params
 from kimi_jax.model.transformer import Output
 from kimi_jax.parallel.sharding import on_mesh
@@ -121,11 +122,13 @@ def trace(model: Model, tokens: ArrayLike) -> Trace:
         raise ValueError("trace needs at least one token")
     counts = length_array(None, *array.shape)
     out: Output = _run(model.spec, model.params, pad_tokens(array), counts)
-    seen = [jax.tree.map(lambda x: x[:, : array.shape[1]], layer) for layer in out.traces]
-    kda = [cache if isinstance(cache, KDACache) else None for cache in out.caches]
+    fields = [name for name in LayerTrace._fields if name != "cache"]
+    seen = [{name: getattr(layer, name) for name in fields} for layer in out.traces]
+    seen = jax.tree.map(lambda x: x[:, : array.shape[1]], seen)
+    kda = [layer.cache if isinstance(layer.cache, KDACache) else None for layer in out.traces]
     tails = [None if cache is None else cache.conv_tail for cache in kda]
     return Trace(
-        **{name: tuple(getattr(layer, name) for layer in seen) for name in seen[0]._fields},
+        **{name: tuple(layer[name] for layer in seen) for name in fields},
         kda_state=tuple(None if cache is None else cache.state for cache in kda),
         conv_state=tuple(None if tail is None else tail.reshape((*tail.shape[:2], -1)) for tail in tails),
         final_hidden=out.final_hidden[:, : array.shape[1]],
@@ -187,4 +190,4 @@ def _score(spec: ModelSpec, params: Params, tokens: Array, lengths: Array) -> Ar
 @partial(jax.jit, static_argnums=0)
 def _run(spec: ModelSpec, params: Params, tokens: Array, lengths: Array) -> Output:
     with computing(spec):
-        return spec.module(params)(tokens, lengths)
+        return spec.module(params)(tokens, lengths, seen=True)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.segments import segments
 from kimi_jax.ops.norms import wide_dtype
-from kimi_jax.parallel.sharding import Axes
+from kimi_jax.parallel.sharding import Axes, positions_innermost
 
 Leaf = Any
 """A `jax.Array`; in a layout the `jax.ShapeDtypeStruct` or the sharding that belongs in its place."""
@@ -42,6 +43,8 @@ class MLACache:
 
 
 LayerCache = KDACache | MLACache
+ROW_AXIS = {"state": -4, "conv_tail": -4, "latents": -3, "index_keys": -3}
+"""The axis of the batch in a layer's arrays, counted from the end: stacks of layers have one more in front."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +52,8 @@ LayerCache = KDACache | MLACache
 class Cache:
     """The cache of a batch of sequences.
 
-    - `layers`: one entry a decoder layer, by its kind.
+    - `layers`: one entry a decoder layer, by its kind; of layers that run as a loop one entry a stack
+        (`kimi_jax.model.segments`), whose arrays have the rounds as a leading axis.
     - `lengths`: `[B]` int32, tokens that each row holds.
     - `identity`: the `Model.identity` it was made for, four uint32 numbers; `load_cache` compares it.
     - `max_len`: tokens that a row can hold.
@@ -64,7 +68,7 @@ class Cache:
     max_len: int = field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        return f"Cache({self.batch} rows of at most {self.max_len} tokens, {len(self.layers)} layers)"
+        return f"Cache({self.batch} rows of at most {self.max_len} tokens)"
 
     @property
     def batch(self) -> int:
@@ -72,10 +76,12 @@ class Cache:
         return self.lengths.shape[0]
 
 
-def cache_layout(config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int) -> tuple[Cache, dict[str, Axes]]:
-    """Shapes, dtypes and logical axes of a cache, nothing allocated.
+def cache_layout(
+    config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int, loop: bool = False
+) -> tuple[Cache, dict[str, Axes]]:
+    """Shapes, dtypes and logical axes of a cache, nothing allocated; with `loop`, of stacks where layers are looped.
 
-    **Returns:** a `Cache` of `jax.ShapeDtypeStruct`, and the axes of its arrays by field name.
+    **Returns:** a `Cache` of `jax.ShapeDtypeStruct`, and the axes of a layer's arrays by field name.
     """
     kda, mla, taps = config.kda, config.mla, config.kda.conv_width
     wide = wide_dtype(dtype)
@@ -101,7 +107,16 @@ def cache_layout(config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int
         "lengths": ("batch",),
         "identity": (None,),
     }
-    layers = tuple(layer(i) for i in range(config.num_layers))
+
+    def stack(i: int, rounds: int) -> LayerCache:
+        def grow(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rounds, *x.shape) if rounds > 1 else x.shape, x.dtype)
+
+        return jax.tree.map(grow, layer(i))
+
+    layers = tuple(
+        stack(part.first + place, part.rounds) for part in segments(config, loop) for place in range(part.period)
+    )
     lengths, identity = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.uint32)
     return Cache(layers, lengths, identity, max_len), axes
 
@@ -115,15 +130,33 @@ def empty_kda_cache(config: ModelConfig, dtype: jnp.dtype, batch: int) -> KDACac
 
 
 def write_rows(
-    buffer: Float[Array, "B S X"],
+    buffer: Float[Array, "*G B S X"],
     new: Float[Array, "B T X"],
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-) -> Float[Array, "B S X"]:
-    """`buffer` with each row's real entries of `new` at `positions`.
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "*G B S X"]:
+    """`buffer` with each row's real entries of `new` at `positions`; of a stack of layers, in `layer`'s part.
 
-    Padding is sent behind the end and dropped there: it neither overwrites an entry nor shifts a write.
+    A row's positions follow each other and may lie outside the buffer; its real entries come first. Padding and what
+    lies outside is not written. A row's window is read, merged and put back in place: a scatter would have the whole
+    buffer copied into a layout of its own.
     """
-    place = jnp.where(real, positions, buffer.shape[1])
+    tokens, (capacity, width) = new.shape[1], buffer.shape[-2:]
+    window = min(tokens, capacity)
+    lead = () if layer is None else (layer,)
+    sizes = (*(1 for _ in lead), 1, window, width)
+
+    def one_row(row: Array, buffer: Array) -> Array:
+        first = positions[row, 0]
+        start = jnp.clip(first, 0, capacity - window)
+        source = start - first + jnp.arange(window, dtype=first.dtype)
+        inside = (source >= 0) & (source < tokens)
+        source = jnp.clip(source, 0, tokens - 1)
+        index = (*lead, row, start, jnp.zeros_like(start))
+        held = jax.lax.dynamic_slice(buffer, index, sizes)
+        chosen = jnp.where((inside & real[row, source])[:, None], new[row, source], held.reshape((window, width)))
+        return positions_innermost(jax.lax.dynamic_update_slice(buffer, chosen.reshape(sizes), index))
+
     new = new.astype(buffer.dtype)
-    return jax.vmap(lambda row, entries, at: row.at[at].set(entries, mode="drop"))(buffer, new, place)
+    return jax.lax.fori_loop(0, new.shape[0], one_row, buffer)

@@ -14,12 +14,14 @@ class Call:
     - `positions`: `[B, T]` int32, place of each token in its sequence.
     - `real`: `[B, T]`, False for padding.
     - `filled`: positions that any row holds after this call; a Python number where there is no cache.
+    - `round`: in a loop over layers, which round it is: experts and latent caches are stacks then. None outside.
     """
 
     lengths: Int[Array, " B"]
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
     filled: Int[Array, ""] | int
+    round: Int[Array, ""] | None = None
 
 
 def make_call(tokens: int, lengths: Int[Array, " B"], before: Int[Array, " B"] | None) -> Call:

@@ -2,8 +2,9 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import LayerCache
@@ -12,14 +13,12 @@ from kimi_jax.model.kda import KimiDeltaAttention
 from kimi_jax.model.layers import MLP, Linear, Norm
 from kimi_jax.model.mla import MultiHeadLatentAttention
 from kimi_jax.model.moe import LatentMoE
-from kimi_jax.ops.attn_res import mix_residuals
+from kimi_jax.ops.attn_res import Bank, mix_residuals, save_block
 from kimi_jax.parallel.sharding import constrain, divided
-
-Bank = tuple[Float[Array, "B T D"], ...]
 
 
 class LayerTrace(NamedTuple):
-    """Inputs and outputs of a layer's two parts, what it hands on, and the router's choice (MoE layers)."""
+    """Inputs and outputs of a layer's two parts, what it hands on, the router's choice (MoE layers), its cache."""
 
     hidden: Array
     attn_in: Array
@@ -28,6 +27,7 @@ class LayerTrace(NamedTuple):
     mlp_out: Array
     router_index: Array | None
     router_weight: Array | None
+    cache: LayerCache
 
 
 class DecoderLayer(nnx.Module):
@@ -55,41 +55,44 @@ class DecoderLayer(nnx.Module):
             self.mlp_res_norm = Norm(width, eps)
             self.mlp_res_proj = Linear(1, width)
         self.config = config
-        self.number = number
+        self.has_experts = config.has_experts(number)
 
     def __call__(
         self,
         prefix: Float[Array, "B T D"],
-        bank: Bank,
+        bank: Bank | None,
         call: Call,
         cache: LayerCache | None,
         choice: Int[Array, "B T A"] | None = None,
-    ) -> tuple[Array, Bank, LayerCache, LayerTrace]:
-        """Returns the running sum and the bank after this layer, its cache, and its trace.
+        starts_block: Bool[Array, ""] | bool = False,
+    ) -> tuple[Array, Bank | None, LayerTrace]:
+        """Returns the running sum and the bank after this layer, and its trace, the cache after it among it.
 
         **Arguments:**
 
-        - `prefix`: running sum of the current block; `bank`: the sums of the blocks before.
-        - `cache`: this layer's, None without one.
+        - `prefix`: running sum of the current block; `bank`: the sums of the blocks before, None without Attention
+            Residuals.
+        - `cache`: this layer's, None without one; in a loop an MLA layer gets the stack of `call.round`'s kind.
         - `choice`: expert numbers to use in place of the router's own choice.
+        - `starts_block`: whether the running sum goes to the bank and begins anew.
         """
-        block = self.config.attn_res_block_size
-        h = self._mix(prefix, bank, "self_attention") if bank else prefix
-        starts_block = block is not None and self.number % block == 0
-        if starts_block:
-            bank = (*bank, prefix)
+        h = prefix if bank is None else self._mix(prefix, bank, "self_attention")
+        before = prefix
         attn_in = self.input_layernorm(h)
         attn_out, cache = self.self_attn(attn_in, call, cache)
-        prefix = attn_out if starts_block else prefix + attn_out
-        h = prefix if block is None else self._mix(prefix, bank, "mlp")
+        prefix = prefix + attn_out
+        if bank is not None and starts_block is not False:
+            bank = save_block(bank, before, starts_block)
+            prefix = attn_out if starts_block is True else jnp.where(starts_block, attn_out, prefix)
+        h = prefix if bank is None else self._mix(prefix, bank, "mlp")
         mlp_in = self.post_attention_layernorm(h)
         index = weight = None
-        if self.config.has_experts(self.number):
-            mlp_out, index, weight = self.block_sparse_moe(mlp_in, call.real, choice)
+        if self.has_experts:
+            mlp_out, index, weight = self.block_sparse_moe(mlp_in, call, choice)
         else:
             mlp_out = self.mlp(mlp_in)
         prefix = constrain("hidden", prefix + mlp_out, ("batch", divided("tokens", prefix.shape[1]), None))
-        return prefix, bank, cache, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight)
+        return prefix, bank, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight, cache)
 
     def _mix(self, prefix: Array, bank: Bank, part: str) -> Array:
         proj = getattr(self, f"{part}_res_proj").weight[...][0]

@@ -102,27 +102,30 @@ class MultiHeadLatentAttention(nnx.Module):
         entry = self.kv_a_proj_with_mqa(x)
         c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
         latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
+        places = call.positions, call.real, call.round
         if cache is not None:
-            latents = write_positions(write_rows, cache.latents, latents, call.positions, call.real)
+            latents = write_positions(write_rows, cache.latents, latents, *places)
         index_keys = None
 
         kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
-        entries = ("batch", "positions", None)
+        stacked = cache is not None and call.round is not None
+        entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
         arrays: dict[str, Any] = {"q": q, "latents": latents.astype(x.dtype), "w_key": w_key, "w_value": w_value}
         arrays |= {"positions": call.positions, "filled": call.filled}
+        arrays |= {"layer": call.round} if stacked else {}
         axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}
-        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": ()}
+        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": (), "layer": ()}
         attend: Callable[..., Array] = _dense
         if self.has_indexer and q_latent is not None:
             index_keys = self.indexer.keys(x)
             if cache is not None:
-                index_keys = write_positions(write_rows, cache.index_keys, index_keys, call.positions, call.real)
+                index_keys = write_positions(write_rows, cache.index_keys, index_keys, *places)
             arrays |= {"index_q": self.indexer.queries(q_latent), "index_k": index_keys.astype(x.dtype)}
             arrays["index_weight"] = self.indexer.weights_proj(x)
             axes |= {"index_q": ("batch", None, None, None), "index_k": entries, "index_weight": ("batch", None, None)}
             attend = partial(_indexed, top_k=self.indexer.top_k)
-        out = over_positions(attend, arrays, axes, latents.shape[1], heads)
+        out = over_positions(attend, arrays, axes, latents.shape[-2], heads)
         out = constrain("mla out", out, heads).reshape((*x.shape[:2], -1))
         if mla.output_gate:
             out = out * nnx.sigmoid(self.g_proj(x))
@@ -139,11 +142,12 @@ def _dense(
     w_value: Array,
     positions: Array,
     filled: Array | int,
+    layer: Array | None = None,
 ) -> Array:
     """Attention to all of the entries from position `first` on that are held here."""
     attention = decode_attention if q.shape[1] == 1 else prefill_attention
-    blocks = filled_blocks(filled - first, latents.shape[1])
-    return attention(q, latents, w_key, w_value, positions - first, blocks, combine)
+    blocks = filled_blocks(filled - first, latents.shape[-2])
+    return attention(q, latents, w_key, w_value, positions - first, blocks, combine, layer)
 
 
 def _indexed(
@@ -160,8 +164,10 @@ def _indexed(
     index_k: Array,
     index_weight: Array,
     top_k: int,
+    layer: Array | None = None,
 ) -> Array:
     """Attention to those of the entries held here that the indexer chooses among all."""
+    index = index_q, index_k, index_weight
     return indexed_attention(
-        q, latents, w_key, w_value, index_q, index_k, index_weight, positions, filled, top_k, first, combine, gather
+        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.decoder import DecoderLayer
+from kimi_jax.model.segments import segments
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel.sharding import Axes
 
@@ -28,21 +29,29 @@ class ModelSpec:
 
     - `dtype`: of the computation. Stored parameters keep the checkpoint's.
     - `expert_strategy`: see `kimi_jax.parallel.expert_parallel`.
+    - `loop`: whether the layers that repeat run as a loop over stacks of them; see `kimi_jax.model.segments`.
     """
 
     config: ModelConfig
     mesh: Mesh | None
     dtype: jnp.dtype
     expert_strategy: str = "auto"
+    loop: bool = False
 
     @cached_property
     def graphdef(self) -> nnx.GraphDef:
         """The modules without their parameters."""
-        return nnx.split(Transformer(self.config, self.dtype))[0]
+        return nnx.split(Transformer(self.config, self.dtype, self.loop))[0]
+
+    @cached_property
+    def layer_keys(self) -> tuple[str, ...]:
+        """The keys of `params["layers"]` in the layers' order: a layer's number, or the range of a stack."""
+        return tuple(key for part in segments(self.config, self.loop) for key in part.keys)
 
     def module(self, params: Params) -> Transformer:
         """The modules over `params`; cheap enough while tracing, never called a step."""
-        return nnx.merge(self.graphdef, _as_state(params))
+        layers = {i: _as_state(params["layers"][key]) for i, key in enumerate(self.layer_keys)}
+        return nnx.merge(self.graphdef, nnx.State(_as_state({**params, "layers": {}}) | {"layers": layers}))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,7 +60,7 @@ class Model:
 
     - `spec`: configuration, mesh and compute dtype.
     - `params`: see `Params`. Expert projections are stacked: `layers.3.block_sparse_moe.experts.w1.weight_packed`
-        is `[E, F, L/2]`.
+        is `[E, F, L/2]`. With `spec.loop` layers are, too: `layers.4:92:4.…` has a leading axis of 22 layers.
     - `stop_ids`: ids that end a generation, from the configuration and the generation configuration.
     - `absent_layers`: layers that `load_model(layers=…)` left out; their parameters have shapes and no numbers.
     - `vision_tensors`: tensors of the vision tower and projector that the checkpoint holds and loading skipped.
@@ -97,8 +106,8 @@ class Model:
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:
-        """The decoder layers of `module`."""
-        return self.module.layers
+        """The decoder layers, each over its own arrays; those of a stack are copied out of it when asked for."""
+        return self.module.layers if not self.spec.loop else _Layers(self)
 
     @cached_property
     def identity(self) -> tuple[int, ...]:
@@ -107,10 +116,15 @@ class Model:
         A digest of the configuration and of a sum over the bits of every parameter: the weights are read once.
         """
         digest = hashlib.sha256(repr(self.config).encode())
-        for name, leaf in flatten(self.params):
+        leaves = dict(flatten(self.params))
+        sums: dict[str, str] = {}
+        for key, (_, _, names) in param_layout(self.config, self.spec.loop).items():
             # One after the other: hundreds of small all-reduces in flight starve each other on CPU devices.
-            total = int(_bit_sum(leaf))
-            digest.update(f"{name} {leaf.shape} {leaf.dtype.name} {total}".encode())
+            found = _bit_sum(leaves[key])[None] if len(names) == 1 else _bit_sums(leaves[key])
+            told = [f"{leaves[key].dtype.name} {total}" for total in np.asarray(found).tolist()]
+            sums |= dict(zip(names, told, strict=True))
+        for name, (struct, _) in abstract_params(self.config).items():
+            digest.update(f"{name} {struct.shape} {sums[name]}".encode())
         return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
 
     def replace(self, **changes: Any) -> "Model":
@@ -133,6 +147,55 @@ def _bit_sum(x: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
     flat = bits.reshape(-1)
     return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+
+_bit_sums = jax.jit(jax.vmap(_bit_sum))
+
+
+class _Layers(Sequence[DecoderLayer]):
+    """The layers of a model that runs some as a loop."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return self.model.config.num_layers
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        layer = range(len(self))[number]
+        for part in segments(self.model.config, True):
+            for place, key in enumerate(part.keys):
+                if layer in part.layers(place):
+                    stack, at = self.model.params["layers"][key], part.layers(place).index(layer)
+                    own = jax.tree.map(lambda x, at=at: x[at], stack) if part.rounds > 1 else stack
+                    graphdef = nnx.split(DecoderLayer(self.model.config, layer))[0]
+                    return nnx.merge(graphdef, nnx.State(_as_state(own)))
+        raise AssertionError(f"layer {layer} is in no segment")
+
+
+@cache
+def param_layout(config: ModelConfig, loop: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
+    """Shape and dtype, and logical axes, of every array of `params`; and the names of the parameters that it holds."""
+    key_of = {
+        str(layer): (key, part.rounds)
+        for part in segments(config, loop)
+        for place, key in enumerate(part.keys)
+        for layer in part.layers(place)
+    }
+    layout: dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]] = {}
+    for name, (struct, axes) in abstract_params(config).items():
+        head, _, tail = name.partition(".")
+        layer, _, rest = tail.partition(".")
+        key, rounds = key_of[layer] if head == "layers" else ("", 1)
+        if rounds == 1:
+            layout[name] = struct, axes, (name,)
+            continue
+        stack = f"{head}.{key}.{rest}"
+        names = layout[stack][2] if stack in layout else ()
+        layout[stack] = jax.ShapeDtypeStruct((rounds, *struct.shape), struct.dtype), (None, *axes), (*names, name)
+    return layout
 
 
 @cache
@@ -164,12 +227,5 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Ar
             yield prefix + key, value
 
 
-def _as_state(params: Params) -> nnx.State:
-    def convert(tree: Mapping[str, Any]) -> dict[Any, Any]:
-        # Lists of modules have numbers for keys in nnx, names in a checkpoint.
-        return {
-            int(key) if key.isdecimal() else key: convert(value) if isinstance(value, Mapping) else nnx.Param(value)
-            for key, value in tree.items()
-        }
-
-    return nnx.State(convert(params))
+def _as_state(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _as_state(value) if isinstance(value, Mapping) else nnx.Param(value) for key, value in tree.items()}

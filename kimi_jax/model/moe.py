@@ -4,9 +4,10 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import MXFP4_GROUP, ModelConfig
+from kimi_jax.model.call import Call
 from kimi_jax.model.layers import F32, MLP, U8, Linear, Norm, gated_activation, parameter
 from kimi_jax.ops.routed_experts import routed_experts
 from kimi_jax.ops.router import choose_experts, expert_weights, router_scores
@@ -49,9 +50,10 @@ class Experts(nnx.Module):
         self.w2 = ExpertProjection(moe.num_experts, width, moe.expert_width, moe.packed)
         self.w3 = ExpertProjection(moe.num_experts, moe.expert_width, width, moe.packed)
 
-    def arrays(self) -> dict[str, dict[str, Array]]:
-        """All stacked arrays by projection."""
-        return {"w1": self.w1.arrays(), "w2": self.w2.arrays(), "w3": self.w3.arrays()}
+    def arrays(self, layer: Int[Array, ""] | None) -> dict[str, dict[str, Array]]:
+        """All stacked arrays by projection; of several layers, with the number of `layer` among them."""
+        own = {} if layer is None else {"layer": layer}
+        return {name: getattr(self, name).arrays() | own for name in ("w1", "w2", "w3")}
 
 
 class LatentMoE(nnx.Module):
@@ -86,17 +88,18 @@ class LatentMoE(nnx.Module):
         return choice, expert_weights(scores, choice, moe.renormalize, moe.scaling_factor)
 
     def __call__(
-        self, x: Float[Array, "B T D"], real: Bool[Array, "B T"], choice: Int[Array, "B T A"] | None = None
+        self, x: Float[Array, "B T D"], call: Call, choice: Int[Array, "B T A"] | None = None
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Returns the output, the chosen experts and their weights; padding goes to no expert."""
         moe = self.config.moe
         flat = x.reshape((-1, x.shape[-1]))
         index, weight = self.route(flat, None if choice is None else choice.reshape((flat.shape[0], -1)))
         index, weight = (y.reshape((*x.shape[:2], -1)) for y in (index, weight))
-        sent = jnp.where(real[..., None], index, moe.num_experts)
+        sent = jnp.where(call.real[..., None], index, moe.num_experts)
         z = x if moe.latent_width is None else self.routed_expert_down_proj(x)
         apply = partial(routed_experts, activate=gated_activation(self.config))
-        out = expert_parallel(apply, z, sent, weight, self.experts.arrays(), moe.num_experts).astype(x.dtype)
+        experts = self.experts.arrays(call.round)
+        out = expert_parallel(apply, z, sent, weight, experts, moe.num_experts).astype(x.dtype)
         if moe.latent_width is not None:
             if moe.latent_norm:
                 out = self.routed_expert_norm(out)

@@ -1,23 +1,32 @@
 """The whole language model."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import Cache, LayerCache
-from kimi_jax.model.call import make_call
+from kimi_jax.model.cache import Cache, KDACache, LayerCache
+from kimi_jax.model.call import Call, make_call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
 from kimi_jax.model.layers import Embedding, Linear, Norm
-from kimi_jax.ops.attn_res import mix_residuals
+from kimi_jax.model.segments import Segment, segments
+from kimi_jax.ops.attn_res import Bank, mix_residuals
 from kimi_jax.ops.norms import wide_dtype
-from kimi_jax.parallel.sharding import constrain
+from kimi_jax.parallel.sharding import constrain, divided
+
+Choices = Mapping[int, Int[Array, "B T A"]]
 
 
 class Output(NamedTuple):
-    """What a forward call leaves: the input of `norm`, every layer's cache after it, every layer's trace."""
+    """What a forward call leaves: the input of `norm`, the caches as they lie in `Cache.layers`, every layer's trace.
+
+    Without a cache there are no caches, and without `seen` no traces.
+    """
 
     final_hidden: Array
     caches: tuple[LayerCache, ...]
@@ -25,11 +34,17 @@ class Output(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Embedding, decoder layers, final mix and norm, head. Attribute names are the checkpoint's."""
+    """Embedding, decoder layers, final mix and norm, head. Attribute names are the checkpoint's.
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    `layers` has an entry a layer; with `loop`, one for each stack of layers that run as a loop: see
+    `kimi_jax.model.segments`. The arrays of such an entry have the rounds as their first axis.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, loop: bool = False) -> None:
+        self.segments = segments(config, loop)
         self.embed_tokens = Embedding(config)
-        self.layers = nnx.List([DecoderLayer(config, i) for i in range(config.num_layers)])
+        first = [part.first + place for part in self.segments for place in range(part.period)]
+        self.layers = nnx.List([DecoderLayer(config, i) for i in first])
         self.norm = Norm(config.hidden_size, config.norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = Norm(config.hidden_size, config.norm_eps)
@@ -44,7 +59,8 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         cache: Cache | None = None,
-        choice: dict[int, Int[Array, "B T A"]] | None = None,
+        choice: Choices | None = None,
+        seen: bool = False,
     ) -> Output:
         """Runs the layers over right-padded tokens.
 
@@ -53,26 +69,41 @@ class Transformer(nnx.Module):
         - `tokens`: ids; `lengths`: real tokens of each row in this call.
         - `cache`: what came before, None for nothing and no cache.
         - `choice`: expert numbers by 0-based layer, in place of the router's own.
+        - `seen`: whether to keep traces.
         """
         call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths)
         prefix = self.embed_tokens(tokens, self.dtype)
-        bank: tuple[Array, ...] = ()
-        caches, traces = [], []
-        for i, layer in enumerate(self.layers):
-            before = None if cache is None else cache.layers[i]
-            given = None if choice is None else choice.get(i)
-            prefix, bank, after, trace = layer(prefix, bank, call, before, given)
-            caches.append(after)
-            traces.append(trace)
-        if self.config.attn_res_block_size is not None:
-            prefix = mix_residuals(
-                prefix,
-                bank,
-                self.output_attn_res_proj.weight[...][0],
-                self.output_attn_res_norm.weight[...],
-                self.config.norm_eps,
-            )
-        return Output(prefix, tuple(caches), tuple(traces))
+        bank = self._empty_bank(prefix)
+        given = choice or {}
+        caches: list[LayerCache] = []
+        traces: dict[int, LayerTrace] = {}
+        entry = 0
+        for part in self.segments:
+            layers = self.layers[entry : entry + part.period]
+            before = None if cache is None else cache.layers[entry : entry + part.period]
+            entry += part.period
+            if part.rounds > 1:
+                prefix, bank, after, found = _loop(part, layers, prefix, bank, call, before, given, self.config, seen)
+                traces |= found
+            else:
+                starts = _starts_block(self.config, [part.first])
+                own = None if before is None else before[0]
+                prefix, bank, trace = layers[0](prefix, bank, call, own, given.get(part.first), starts)
+                after = (trace.cache,)
+                traces |= {part.first: trace} if seen else {}
+            if cache is not None:
+                caches += after
+        if bank is not None:
+            proj, norm = self.output_attn_res_proj.weight[...][0], self.output_attn_res_norm.weight[...]
+            prefix = mix_residuals(prefix, bank, proj, norm, self.config.norm_eps)
+        return Output(prefix, tuple(caches), tuple(traces.values()))
+
+    def _empty_bank(self, prefix: Array) -> Bank | None:
+        block = self.config.attn_res_block_size
+        if block is None:
+            return None
+        room = jnp.zeros((-(-self.config.num_layers // block), *prefix.shape), prefix.dtype)
+        return Bank(constrain("bank", room, (None, "batch", divided("tokens", prefix.shape[1]), None)), 0)
 
     def logits(self, final_hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead W"]:
         """`lm_head(norm(h))` in float32 at least, over the axis "vocab"."""
@@ -81,3 +112,77 @@ class Transformer(nnx.Module):
         wide: Any = wide_dtype(h.dtype)
         out = jnp.einsum("...d,wd->...w", h, head.weight[...].astype(h.dtype), preferred_element_type=wide)
         return constrain("logits", out, ("batch", *(None,) * (out.ndim - 2), "vocab"))
+
+
+def _starts_block(config: ModelConfig, layers: Sequence[int], number: Array | None = None) -> Array | bool:
+    """Whether one of `layers`, the `number`-th, starts a block of Attention Residuals; known early where all agree."""
+    block = config.attn_res_block_size
+    starts = [block is not None and layer % block == 0 for layer in layers]
+    return starts[0] if number is None or len(set(starts)) == 1 else jnp.asarray(starts)[number]
+
+
+def _is_expert(path: tuple[Any, ...], _: Any) -> bool:
+    return "experts" in path
+
+
+def _stack_choices(choice: Choices, layers: range) -> Array | None:
+    """The given choices of a loop's layers, one a round; None where none is given."""
+    given = [choice[layer] for layer in layers if layer in choice]
+    if given and len(given) < len(layers):
+        missing = next(layer for layer in layers if layer not in choice)
+        raise ValueError(
+            f"choice: layers {layers.start}, {layers.start + layers.step}, … run as a loop: {missing} lacks"
+        )
+    return jnp.stack(given) if given else None
+
+
+def _loop(
+    part: Segment,
+    layers: Sequence[DecoderLayer],
+    prefix: Array,
+    bank: Bank | None,
+    call: Call,
+    caches: Sequence[LayerCache] | None,
+    choice: Choices,
+    config: ModelConfig,
+    seen: bool,
+) -> tuple[Array, Bank | None, tuple[LayerCache, ...], dict[int, LayerTrace]]:
+    """Runs the rounds of a segment.
+
+    Small parameters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what reads
+    them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
+    """
+    split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
+    chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]
+    if bank is not None:
+        bank = Bank(bank.sums, jnp.asarray(bank.held, jnp.int32))
+
+    def one_round(carry: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        prefix, bank, caches = carry
+        number, rest, chosen = inputs
+        traces, after = [], []
+        for place, (graphdef, experts, _) in enumerate(split):
+            layer = nnx.merge(graphdef, experts, rest[place])
+            own = None if caches is None else caches[place]
+            starts = _starts_block(config, part.layers(place), number)
+            held = jax.tree.map(lambda x: x[number], own) if isinstance(own, KDACache) else own
+            at = replace(call, round=number)
+            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], starts)
+            if isinstance(own, KDACache):
+                after.append(jax.tree.map(lambda x, new: x.at[number].set(new), own, trace.cache))
+            else:
+                after.append(trace.cache)
+            traces.append(trace)
+        return (prefix, bank, None if caches is None else tuple(after)), traces if seen else None
+
+    numbers = jnp.arange(part.rounds, dtype=jnp.int32)
+    start = (prefix, bank, None if caches is None else tuple(caches))
+    rest = [small for _, _, small in split]
+    (prefix, bank, after), traces = jax.lax.scan(one_round, start, (numbers, rest, chosen))
+    found = {}
+    if seen:
+        for number in range(part.rounds):
+            for place in range(part.period):
+                layer = part.first + number * part.period + place
+                found[layer] = jax.tree.map(lambda x, number=number: x[number], traces[place])
+    return prefix, bank, after or (), found

@@ -1,7 +1,8 @@
 """The one door to the experts' weights: a matrix product in which every row has its own expert.
 
 `weights` is one projection of all experts (or of a device's own): `{"weight": [E, O, I]}` in a floating dtype, or
-`{"weight_packed": [E, O, I/2], "weight_scale": [E, O, I/32]}` in MXFP4. Rows come sorted by expert.
+`{"weight_packed": [E, O, I/2], "weight_scale": [E, O, I/32]}` in MXFP4. The arrays may be stacks of several layers,
+`[G, E, …]`, with the number of the one to use beside them as `"layer"`. Rows come sorted by expert.
 """
 
 from collections.abc import Mapping
@@ -17,17 +18,28 @@ ExpertWeights = Mapping[str, Array]
 
 def num_experts(weights: ExpertWeights) -> int:
     """Experts held in `weights`."""
-    return next(iter(weights.values())).shape[0]
+    return _stored(weights).shape[-3]
 
 
 def output_width(weights: ExpertWeights) -> int:
     """Rows O of one expert's matrix."""
-    return next(iter(weights.values())).shape[1]
+    return _stored(weights).shape[-2]
+
+
+def _stored(weights: ExpertWeights) -> Array:
+    return weights["weight"] if "weight" in weights else weights["weight_packed"]
 
 
 def expert_matrix(weights: ExpertWeights, expert: Int[Array, ""], dtype: jnp.dtype) -> Float[Array, "O I"]:
     """One expert's matrix in `dtype`, unpacked if need be."""
-    own = {name: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for name, w in weights.items()}
+    place = (weights["layer"], expert) if "layer" in weights else (expert,)
+
+    def matrix(stack: Array) -> Array:
+        # One slice, whatever it is a part of: what lies around it is neither read nor copied.
+        start = (*place, *(jnp.zeros_like(expert),) * 2)
+        return jax.lax.dynamic_slice(stack, start, (*(1,) * len(place), *stack.shape[-2:])).reshape(stack.shape[-2:])
+
+    own = {name: matrix(w) for name, w in weights.items() if name != "layer"}
     if "weight" in own:
         return own["weight"].astype(dtype)
     return dequantize(own["weight_packed"], own["weight_scale"], dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.latent_attention import Combine, sparse_attention
+from kimi_jax.ops.latent_attention import Combine, cached_positions, sparse_attention
 from kimi_jax.ops.norms import at_least_float32, wide_dtype
 
 KEY_BLOCK = 1024
@@ -32,13 +32,14 @@ def index_scores(
 
 def choose_positions(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    k: Float[Array, "*G B S K"],
     weight: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     length: Int[Array, ""] | int,
     top_k: int,
     first: Int[Array, ""] | int = 0,
     gather: Gather | None = None,
+    layer: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B T J"], Bool[Array, "B T J"]]:
     """The `J = min(top_k, S)` cached positions of highest score that lie at or before each token.
 
@@ -48,16 +49,17 @@ def choose_positions(
     - `length`: positions filled in any row; what lies behind is not scored.
     - `first`, `gather`: where the keys lie on several devices, the first position held here, and what puts the devices'
         best side by side, in the order of their positions, along the last axis.
+    - `layer`: where `k` is a stack of several layers' keys, whose to read.
 
     **Returns:** the positions, and which of them are real: an early token has fewer than `top_k` to choose
     from. Of equal scores the lower position wins.
     """
-    capacity = k.shape[1]
+    capacity = k.shape[-2]
     size = min(KEY_BLOCK, capacity)
 
     def one_block(j: Array, scores: Array) -> Array:
         start = jnp.minimum(j * size, capacity - size)
-        part = index_scores(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1), weight)
+        part = index_scores(q, cached_positions(k, start, size, layer), weight)
         return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
 
     wide = wide_dtype(q.dtype)
@@ -77,11 +79,11 @@ def choose_positions(
 
 def indexed_attention(
     q: Float[Array, "B T N HR"],
-    latents: Float[Array, "B S CR"],
+    latents: Float[Array, "*G B S CR"],
     w_key: Float[Array, "N H C"],
     w_value: Float[Array, "N V C"],
     index_q: Float[Array, "B T G K"],
-    index_k: Float[Array, "B S K"],
+    index_k: Float[Array, "*G B S K"],
     index_weight: Float[Array, "B T G"],
     positions: Int[Array, "B T"],
     length: Int[Array, ""] | int,
@@ -89,6 +91,7 @@ def indexed_attention(
     first: Int[Array, ""] | int = 0,
     combine: Combine | None = None,
     gather: Gather | None = None,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
     """MLA in which each token sees only the `top_k` cached entries that the indexer prefers.
 
@@ -99,10 +102,11 @@ def indexed_attention(
 
     def one_block(inputs: tuple[Array, ...]) -> Array:
         q, index_q, index_weight, positions = inputs
-        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather)
-        held = (index >= first) & (index < first + latents.shape[1])
+        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather, layer)
+        held = (index >= first) & (index < first + latents.shape[-2])
         # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
-        chosen = jax.vmap(lambda entries, at: entries[at])(latents, jnp.where(held, index - first, 0))
+        own = latents if layer is None else jax.lax.dynamic_index_in_dim(latents, layer, keepdims=False)
+        chosen = jax.vmap(lambda entries, at: entries[at])(own, jnp.where(held, index - first, 0))
         return sparse_attention(q, chosen, real & held, w_key, w_value, combine)
 
     tokens = q.shape[1]

@@ -31,14 +31,25 @@ def filled_blocks(length: Int[Array, ""] | int, capacity: int) -> Int[Array, ""]
     return -(-jnp.clip(length, 0, capacity) // block)
 
 
+def cached_positions(
+    cached: Float[Array, "*G B S X"], start: Int[Array, ""] | int, size: int, layer: Int[Array, ""] | None = None
+) -> Float[Array, "B J X"]:
+    """The J = `size` positions from `start` on; of a stack of layers those of `layer`, cut out at once."""
+    if layer is None:
+        return jax.lax.dynamic_slice_in_dim(cached, start, size, axis=1)
+    sizes = (1, cached.shape[1], size, cached.shape[3])
+    return jax.lax.dynamic_slice(cached, (layer, *(jnp.asarray(i, layer.dtype) for i in (0, start, 0))), sizes)[0]
+
+
 def prefill_attention(
     q: Float[Array, "B T N HR"],
-    latents: Float[Array, "B S CR"],
+    latents: Float[Array, "*G B S CR"],
     w_key: Float[Array, "N H C"],
     w_value: Float[Array, "N V C"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
     combine: Combine | None = None,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention with expanded keys and values.
 
@@ -51,6 +62,7 @@ def prefill_attention(
     - `num_blocks`: from `filled_blocks`; a Python number makes the loop differentiable.
     - `combine`: where the entries lie on several devices, merges their softmaxes: from (peak, sum, mixed values) of
         the entries here to those of all. `positions` are then counted from the first entry here, and may be negative.
+    - `layer`: where `latents` is a stack of several layers' entries, whose to read.
     """
     rank = w_key.shape[-1]
     w_key, w_value = w_key.astype(latents.dtype), w_value.astype(latents.dtype)
@@ -63,17 +75,18 @@ def prefill_attention(
         return _scores("btnk,bsnk->btns", q, key), jnp.einsum("bsc,nvc->bsnv", latent, w_value)
 
     scale = q.shape[-1] ** -0.5
-    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q, combine)
+    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q, combine, layer)
 
 
 def decode_attention(
     q: Float[Array, "B T N HR"],
-    latents: Float[Array, "B S CR"],
+    latents: Float[Array, "*G B S CR"],
     w_key: Float[Array, "N H C"],
     w_value: Float[Array, "N V C"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
     combine: Combine | None = None,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention in the latent space: `(W_kᵀ q)·c` in place of `q·(W_k c)`. Arguments as `prefill_attention`."""
     rank = w_key.shape[-1]
@@ -83,7 +96,7 @@ def decode_attention(
         return _scores("btnc,bsc->btns", folded, entries), entries[..., :rank]
 
     scale = q.shape[-1] ** -0.5
-    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine)
+    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine, layer)
     return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
 
 
@@ -128,9 +141,10 @@ def _attend(
     scale: float,
     like: Array,
     combine: Combine | None,
+    layer: Array | None,
 ) -> Array:
     """Softmax over the entries up to `positions`, block after block; `block` gives raw scores and values."""
-    capacity = latents.shape[1]
+    capacity = latents.shape[-2]
     size = min(KEY_BLOCK, capacity)
     wide = wide_dtype(like.dtype)
     shape = like.shape[:3]
@@ -139,7 +153,7 @@ def _attend(
         peak, total, mixed = carry
         # The last block of a cache that is no multiple of the size starts earlier and masks what it repeats.
         start = jnp.minimum(j * size, capacity - size)
-        scores, values = block(jax.lax.dynamic_slice_in_dim(latents, start, size, axis=1))
+        scores, values = block(cached_positions(latents, start, size, layer))
         place = start + jnp.arange(size, dtype=positions.dtype)
         seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
         scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)

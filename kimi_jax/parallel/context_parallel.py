@@ -61,28 +61,31 @@ def over_positions(
 
 
 def write_positions(
-    write: Callable[[Array, Array, Array, Array], Array],
-    buffer: Float[Array, "B S X"],
+    write: Callable[..., Array],
+    buffer: Float[Array, "*G B S X"],
     new: Float[Array, "B T X"],
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-) -> Float[Array, "B S X"]:
-    """`write(buffer, new, positions, real)` with the buffer's positions over `context`.
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "*G B S X"]:
+    """`write(buffer, new, positions, real, layer)` with the buffer's rows over `data`, its positions over `context`.
 
     Each device keeps the entries that fall into its part. Moved: the call's new entries, to every device of `context`.
     """
     mesh = active_mesh()
-    if mesh is None or divided("positions", buffer.shape[1]) is None:
-        return write(buffer, new, positions, real)
-    share = buffer.shape[1] // mesh.shape[CONTEXT]
+    if mesh is None:
+        return write(buffer, new, positions, real, layer)
+    split = divided("positions", buffer.shape[-2])
 
-    def local(buffer: Array, new: Array, positions: Array, real: Array) -> Array:
-        place = positions - jax.lax.axis_index(CONTEXT) * share
-        return write(buffer, new, place, real & (place >= 0) & (place < share))
+    def local(buffer: Array, new: Array, positions: Array, real: Array, layer: Array | None) -> Array:
+        first = 0 if split is None else jax.lax.axis_index(CONTEXT) * buffer.shape[-2]
+        return write(buffer, new, positions - first, real, layer)
 
-    rows, held = PartitionSpec(TABLE["batch"]), PartitionSpec(TABLE["batch"], TABLE["positions"])
-    return jax.shard_map(local, mesh=mesh, in_specs=(held, rows, rows, rows), out_specs=held, check_vma=False)(
-        buffer, new, positions, real
+    rows = PartitionSpec(TABLE["batch"])
+    held = PartitionSpec(*(None,) * (buffer.ndim - 3), TABLE["batch"], split and TABLE[split])
+    number = None if layer is None else PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=(held, rows, rows, rows, number), out_specs=held, check_vma=False)(
+        buffer, new, positions, real, layer
     )
 
 

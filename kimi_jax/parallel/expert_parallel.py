@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.grouped_matmul import num_experts as held_experts
 from kimi_jax.parallel.ragged import exchange
 from kimi_jax.parallel.sharding import TABLE, active_mesh, active_strategy, divided
 
@@ -48,7 +49,8 @@ def expert_parallel(
         elsewhere contribute nothing.
     - `z`, `index`, `weight`: rows over "batch" and, where it divides, "tokens"; chosen experts and weights. An index of
         `num_experts` goes nowhere: padding is neither sent nor counted.
-    - `experts`: stacked projections, split over the expert axis.
+    - `experts`: stacked projections, split over the expert axis, which is the third from the end; numbers beside them
+        go along as they are.
 
     **Returns:** float32 sums at least, laid out as `z`.
     """
@@ -72,10 +74,14 @@ def expert_parallel(
         return move(apply, rows, chosen, share, experts).reshape((*z.shape[:2], -1))
 
     by_row = PartitionSpec(TABLE["batch"], tokens)
-    by_owner = jax.tree.map(lambda _: PartitionSpec(TABLE["experts"]), experts)
+    by_owner = jax.tree.map(lambda x: _owned(x.ndim), experts)
     return jax.shard_map(
         local, mesh=mesh, in_specs=(by_row, by_row, by_row, by_owner), out_specs=by_row, check_vma=False
     )(z, index.astype(jnp.int32), weight, experts)
+
+
+def _owned(ndim: int) -> PartitionSpec:
+    return PartitionSpec() if ndim < 3 else PartitionSpec(*(None,) * (ndim - 3), TABLE["experts"])
 
 
 def choose_strategy(rows: int, devices: int, per_row: int) -> str:
@@ -87,7 +93,7 @@ def _gather(
     apply: LocalExperts, z: Array, index: Array, weight: Array, experts: Experts, *, split: tuple[str, ...]
 ) -> Array:
     owners = TABLE["experts"]
-    first = jax.lax.axis_index(owners) * jax.tree.leaves(experts)[0].shape[0]
+    first = jax.lax.axis_index(owners) * held_experts(experts["w1"])
     # Out: the latents, choices and weights of every shard to every other. M·(L·bytes + A·8) a device.
     z, index, weight = (jax.lax.all_gather(x, split, axis=0, tiled=True) for x in (z, index, weight))
     part = apply(z, index, weight, experts, first)

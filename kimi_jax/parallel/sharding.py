@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
@@ -121,3 +122,17 @@ def constrain(array: str, x: Array, axes: Axes) -> Array:
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, array_sharding(array, x.shape, axes, mesh))
+
+
+def positions_innermost(cached: Array) -> Array:
+    """`[…, S, X]`, a latent cache, laid out on TPU with S innermost: as a function's arguments lie there.
+
+    That is so where S is a multiple of a tile's 128 lanes and X (576) is not. Unless told, the compiler lays the cache
+    out another way inside loops, and copies all of it on the way in and out.
+    """
+    mesh = active_mesh()
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if platform != "tpu" or cached.shape[-1] % 128 == 0 or cached.shape[-2] % 128:
+        return cached
+    *outer, positions, width = range(cached.ndim)
+    return with_layout_constraint(cached, Layout((*outer, width, positions)))

@@ -19,7 +19,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
-from kimi_jax.model.model import ModelSpec, abstract_params, nest
+from kimi_jax.model.model import ModelSpec, nest, param_layout
 from kimi_jax.ops import grouped_matmul, indexer, latent_attention
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
@@ -154,14 +154,14 @@ def compile_steps(
             yield Refused(step, size, "weights and cache alone are larger than the memory; nothing was compiled")
             continue
         mesh = mesh or pod_mesh(pod)
-        yield _compile(ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16)), pod, step, save)
+        yield _compile(ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16), loop=True), pod, step, save)
 
 
 def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
     """What `inference.functions.extend` takes besides `spec`: shapes, dtypes and shardings, nothing allocated."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
-        for name, (x, axes) in abstract_params(spec.config).items()
+        for name, (x, axes, _) in param_layout(spec.config, spec.loop).items()
     }
     layout, shardings = cache_placement(spec, step.batch, step.context)
     cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), layout, shardings)

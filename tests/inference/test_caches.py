@@ -19,6 +19,12 @@ def model(tiny):
     return tiny(MODEL)
 
 
+@pytest.fixture(scope="module")
+def looped(tiny):
+    """The same layers, four of them as two rounds of a loop: their caches are stacks."""
+    return tiny(MODEL, loop=True)
+
+
 def filled(model):
     tokens = np.arange(ROWS * 6).reshape(ROWS, 6)
     return kj.prefill(model, tokens, [6, 2, 0, 5], kj.init_cache(model, ROWS, CAPACITY))[1]
@@ -40,17 +46,41 @@ def test_the_cache_passed_in_is_donated(model):
     assert all(x.is_deleted() for x in jax.tree.leaves(cache.layers))
 
 
-def test_reset_leaves_nothing_of_a_row_not_even_nan(model):
-    cache = filled(model)
-    kept = [np.asarray(x)[[1, 2, 3]] for x in jax.tree.leaves(cache.layers)]
-    poisoned = jax.tree.map(lambda x: x.at[0].set(np.nan), cache.layers)
+@pytest.mark.parametrize("kind", ["model", "looped"])
+def test_reset_leaves_nothing_of_a_row_not_even_nan(kind, request):
+    cache = filled(request.getfixturevalue(kind))
+
+    def axis(path):
+        return -3 if path[-1].name in ("latents", "index_keys") else -4
+
+    def rows(cache):
+        """Every array of a layer, with the rows first."""
+        leaves = jax.tree_util.tree_leaves_with_path(cache.layers)
+        return [np.moveaxis(np.asarray(x), axis(path), 0) for path, x in leaves]
+
+    def poison(path, x):
+        return x.at[(..., 0, *[slice(None)] * (-1 - axis(path)))].set(np.nan)
+
+    kept = [x[[1, 2, 3]] for x in rows(cache)]
+    poisoned = jax.tree_util.tree_map_with_path(poison, cache.layers)
     cache = kj.reset_rows(type(cache)(poisoned, cache.lengths, cache.identity, CAPACITY), [True, False, False, False])
     assert cache.lengths.tolist() == [0, 2, 0, 5]
-    for leaf, rest in zip(jax.tree.leaves(cache.layers), kept, strict=True):
-        assert not np.any(np.asarray(leaf)[0])
-        np.testing.assert_array_equal(np.asarray(leaf)[[1, 2, 3]], rest)
+    for leaf, rest in zip(rows(cache), kept, strict=True):
+        assert not np.any(leaf[0])
+        np.testing.assert_array_equal(leaf[[1, 2, 3]], rest)
     with pytest.raises(ValueError, match=r"rows must be bool \[4\]"):
         kj.reset_rows(cache, [0])
+
+
+def test_a_looped_cache_saved_and_loaded(model, looped, tmp_path):
+    cache = filled(looped)
+    kj.save_cache(tmp_path / "cache", cache)
+    loaded = kj.load_cache(tmp_path / "cache", looped)
+    again, _ = kj.decode(looped, [1, 2, 3, 4], loaded)
+    want, _ = kj.decode(model, [1, 2, 3, 4], filled(model))
+    np.testing.assert_allclose(again, want, atol=2e-4, rtol=0)
+    with pytest.raises(CacheError, match="another layout"):
+        kj.load_cache(tmp_path / "cache", model)
 
 
 def test_saved_and_loaded(model, tiny, tmp_path):
@@ -116,7 +146,8 @@ OPERATION = st.one_of(
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(OPERATION, min_size=1, max_size=7))
-def test_every_row_equals_a_run_of_its_own(model, operations):
+def test_every_row_equals_a_run_of_its_own(looped, operations):
+    model = looped
     cache, rows, logits = kj.init_cache(model, ROWS, CAPACITY), [[] for _ in range(ROWS)], [None] * ROWS
     kept = (kj.copy_cache(cache), [[] for _ in range(ROWS)], [None] * ROWS)
     for kind, argument in operations:

@@ -113,12 +113,14 @@ def test_greedy_continuation_token_by_token(name, mesh, tiny, golden):
         for name, mesh, strategy in (
             ("tiny-k3", "all2", "dispatch"),
             ("tiny-k31", "context8", "gather"),
+            ("tiny-kimi-linear", "one", "auto"),
         )
     ],
 )
-def test_context_and_expert_strategies(name, mesh, strategy, tiny, golden):
-    """One prompt over several devices, and both ways of moving tokens to experts: prefill in two pieces, decode."""
-    model, (tokens, lengths, want) = tiny(name, mesh), eight_rows(golden(name))
+def test_loop_context_and_expert_strategies(name, mesh, strategy, tiny, golden):
+    """Layers in a loop, one prompt over several devices, both ways of moving tokens to experts: prefill in two pieces,
+    decode. `tests/bench/golden.py` runs every mesh with every strategy, with and without the loop."""
+    model, (tokens, lengths, want) = tiny(name, mesh, loop=True), eight_rows(golden(name))
     model = model.replace(spec=replace(model.spec, expert_strategy=strategy))
     first = np.minimum(lengths, 40)
     _, cache = kj.prefill(model, tokens, first, kj.init_cache(model, 8, 192))
@@ -186,6 +188,15 @@ def test_trace_shows_what_the_published_code_computes(name, mesh, tiny, golden):
     kinds = tiny(name).config.layer_kinds
     assert [state is None for state in trace.kda_state] == [kind == "mla" for kind in kinds]
     assert [i for i, index in enumerate(trace.router_index) if index is not None] == data["router_layers"].tolist()
+
+
+@pytest.mark.xdist_group("tiny-k31 one")
+def test_a_loop_traces_each_layer(tiny, golden):
+    """Two rounds of a KDA and an MLA layer with an indexer."""
+    looped = kj.trace(tiny("tiny-k31", loop=True), golden("tiny-k31")["seq_input_ids"][None])
+    np.testing.assert_allclose(np.stack(looped.hidden)[:, 0], golden("tiny-k31")["seq_layer_out"], atol=1e-3, rtol=0)
+    kinds = tiny("tiny-k31").config.layer_kinds
+    assert [state is None for state in looped.kda_state] == [kind == "mla" for kind in kinds]
 
 
 @ON_ONE_DEVICE

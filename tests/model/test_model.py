@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kimi_jax as kj
 from kimi_jax.parallel.mesh import MeshError
@@ -22,6 +23,23 @@ def test_module_tree_reads_the_same_arrays(model):
     assert weight[...] is model.params["layers"]["2"]["self_attn"]["kv_a_proj_with_mqa"]["weight"]
     assert model.module.lm_head.weight[...] is model.params["lm_head"]["weight"]
     assert model.params["layers"]["3"]["block_sparse_moe"]["experts"]["w1"]["weight_packed"].shape == (8, 64, 32)
+
+
+def test_looped_layers_are_stacks_of_the_same_arrays(model, tiny):
+    looped = tiny("tiny-k31", loop=True)
+    assert list(looped.params["layers"]) == ["0", "1:5:2", "2:5:2", "5"]
+    assert looped.identity == model.identity
+    assert len(looped.layers) == 6
+    for i, layer in enumerate(looped.layers):
+        found, wanted = (jax.tree.leaves(nnx.state(x)) for x in (layer, model.layers[i]))
+        assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert looped.layers[-1].self_attn.has_indexer
+    assert not hasattr(looped.layers[1].self_attn, "has_indexer")
+
+
+def test_a_loop_over_chosen_layers_is_refused(tiny):
+    with pytest.raises(ValueError, match="loop is for whole models"):
+        kj.load_model(tiny.directory("tiny-k31"), layers=[1], loop=True)
 
 
 def test_replaced_parameters_are_used(model):
@@ -54,7 +72,7 @@ def test_replacing_by_other_names_or_shapes_names_the_parameter(model):
 def test_a_model_and_a_cache_print_as_one_line(model, tiny):
     assert repr(model) == "Model(KimiK31ForConditionalGeneration, 6 layers, float32, on one device)"
     assert "{'data': 2, 'context': 1, 'tensor': 2}" in repr(tiny("tiny-k31", "data2-tensor2"))
-    assert repr(kj.init_cache(model, 2, 8)) == "Cache(2 rows of at most 8 tokens, 6 layers)"
+    assert repr(kj.init_cache(model, 2, 8)) == "Cache(2 rows of at most 8 tokens)"
 
 
 def test_a_mesh_that_make_mesh_did_not_make_is_refused(tiny):

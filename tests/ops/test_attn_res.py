@@ -3,11 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.attn_res import mix_residuals
+from kimi_jax.ops.attn_res import Bank, mix_residuals, save_block
 
 B, T, D, EPS = 2, 3, 12, 1e-5
 
-mix = jax.jit(mix_residuals, static_argnums=4)
+
+@jax.jit
+def mix(prefix, bank, proj, norm):
+    """The bank is given as a list, and padded to six sums of which so many are held."""
+    sums = jnp.zeros((6, *prefix.shape), prefix.dtype)
+    bank = Bank(sums.at[: len(bank)].set(jnp.stack(bank)) if bank else sums, jnp.asarray(len(bank)))
+    return mix_residuals(prefix, bank, proj, norm, EPS)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def test_equals_the_loop(arguments, count):
     """The entries themselves are mixed, the normalised ones weigh."""
     sources, proj, norm = arguments
     *bank, prefix = sources[:count]
-    found = mix(prefix, bank, proj, norm, EPS)
+    found = mix(prefix, bank, proj, norm)
     np.testing.assert_allclose(found, loop(sources[:count], proj, norm), rtol=1e-5, atol=1e-5)
 
 
@@ -43,7 +49,7 @@ def test_equals_the_loop(arguments, count):
 def test_one_source_comes_out_as_it_is(arguments, dtype):
     sources, proj, norm = arguments
     prefix = jnp.asarray(sources[1], dtype)
-    found = mix(prefix, [], proj, norm, EPS)
+    found = mix(prefix, [], proj, norm)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, prefix)
 
@@ -57,7 +63,7 @@ def test_a_source_a_thousand_times_larger_weighs_the_same(arguments, scaled):
 
     def shares(sources):
         *bank, prefix = sources
-        return np.asarray(mix(prefix, bank, proj, norm, EPS)) / sources.sum(axis=0)
+        return np.asarray(mix(prefix, bank, proj, norm)) / sources.sum(axis=0)
 
     larger = sources.copy()
     larger[scaled] *= 1000
@@ -67,6 +73,36 @@ def test_a_source_a_thousand_times_larger_weighs_the_same(arguments, scaled):
 def test_bfloat16_scores_and_sums_are_float32(arguments):
     sources, proj, norm = (jnp.asarray(x, jnp.bfloat16) for x in arguments)
     *bank, prefix = sources
-    found = mix(prefix, bank, proj, norm, EPS)
+    found = mix(prefix, bank, proj, norm)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), loop(sources, proj, norm), rtol=2.0**-8, atol=1e-5)
+
+
+def test_a_number_known_while_tracing_gives_the_same(arguments):
+    sources, proj, norm = arguments
+    sources, proj, norm = map(jnp.asarray, (sources, proj, norm))
+    *bank, prefix = sources[:3]
+    known = mix_residuals(prefix, Bank(sources, 2), proj, norm, EPS)  # what is not held is no zero here
+    np.testing.assert_allclose(known, mix(prefix, bank, proj, norm), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_block_is_saved_only_where_one_starts(arguments, starts, traced):
+    sources, _, _ = arguments
+    bank = Bank(jnp.asarray(sources[:3]).at[1:].set(0), jnp.asarray(1) if traced else 1)
+    saved = save_block(bank, jnp.asarray(sources[4]), jnp.asarray(starts) if traced else starts)
+    assert int(saved.held) == (2 if starts else 1)
+    wanted = np.zeros_like(sources[:3])
+    wanted[0] = sources[0]
+    wanted[1] = sources[4] if starts else 0
+    np.testing.assert_array_equal(saved.sums, wanted)
+
+
+def test_a_full_bank_stays_as_it_is(arguments):
+    """In a loop every round may start a block; in the last rounds the bank is full."""
+    sources, _, _ = arguments
+    bank = Bank(jnp.asarray(sources), jnp.asarray(5))
+    saved = save_block(bank, jnp.zeros((B, T, D)), jnp.asarray(False))
+    assert int(saved.held) == 5
+    np.testing.assert_array_equal(saved.sums, sources)
