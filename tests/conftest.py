@@ -15,7 +15,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("kimi_jax", "beartype.beartype")
+# Where arrays have shapes. Elsewhere mypy knows as much, and a function inside another is decorated at every call.
+SHAPED = ("kimi_jax.inference", "kimi_jax.model", "kimi_jax.ops", "kimi_jax.parallel")
+install_import_hook(SHAPED, "beartype.beartype")
 
 from functools import cache
 from pathlib import Path
