@@ -3,9 +3,21 @@
 pytest turns warnings into errors (pyproject.toml).
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Nearly all of the time goes into compiling. The same programs in half of that; what is optimized as in use:
+# the fixture `optimized`.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# What one process has compiled another takes from here: pytest's workers and what the tests start inherit it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kimi-jax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 
@@ -71,9 +83,16 @@ def golden():
 
 
 @pytest.fixture
+def optimized():
+    """What is compiled meanwhile is optimized as in use, not as quickly as the other tests want it."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path):
     """`checkpoint(name)`: a private copy of a tiny checkpoint, to be damaged."""
-    import shutil
 
     def copy(name: str) -> Path:
         target = tmp_path / name

@@ -65,7 +65,15 @@ def test_forward(name, mesh, tiny, golden):
     assert_logits(logits[np.arange(8), lengths - 1], want)
 
 
+@pytest.fixture
+def optimized_on_one_device(mesh, request):
+    """Prefill and decode of every model as in use; on meshes as well it would double the time of compiling."""
+    if mesh == "one":
+        request.getfixturevalue("optimized")
+
+
 @ON_ALL_MESHES
+@pytest.mark.usefixtures("optimized_on_one_device")
 def test_prefill_at_once_and_in_pieces(name, mesh, tiny, golden):
     model, (tokens, lengths, want) = tiny(name, mesh), eight_rows(golden(name))
     logits, whole = kj.prefill(model, tokens, lengths, kj.init_cache(model, 8, 192))
@@ -92,6 +100,7 @@ def test_prefill_at_once_and_in_pieces(name, mesh, tiny, golden):
 
 
 @ON_ALL_MESHES
+@pytest.mark.usefixtures("optimized_on_one_device")
 def test_greedy_continuation_token_by_token(name, mesh, tiny, golden):
     model, data = tiny(name, mesh), golden(name)
     prompt, new, want = data["greedy_prompt_ids"], data["greedy_new_ids"], data["greedy_logits"]

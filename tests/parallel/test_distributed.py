@@ -28,8 +28,6 @@ def local(processes, devices, *arguments, program=f"{PROGRAM}"):
         **os.environ,
         "KIMI_JAX": f"{sys.executable} {program}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        # The same program in a fraction of the compilation.
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     command = [ROOT / "launch" / "local.sh", processes, devices, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
