@@ -179,6 +179,7 @@ def logits(tiny, golden, ids):
     return found
 
 
+@pytest.mark.xdist_group("tiny-k3 one")  # one compiled function serves all of them
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forms_of_one_checkpoint_give_equal_logits(edited, tiny, ids, logits, variant):
     model = kj.load_model(edited("tiny-k3", *VARIANTS[variant]), dtype="float32")

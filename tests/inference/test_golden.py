@@ -56,7 +56,7 @@ def eight_rows(data):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     # The layers are those of prefill, which is run on all meshes; what differs is that there is no cache.
-    grouped(("tiny-k3",), ("one", "data8", "tensor4", "data2-tensor2")) + grouped(MODELS[1:], ("one", "data2-tensor2")),
+    grouped(("tiny-k3",), ("one", "data8", "data2-tensor2")) + grouped(MODELS[1:], ("one", "data2-tensor2")),
 )
 def test_forward(name, mesh, tiny, golden):
     tokens, lengths, want = eight_rows(golden(name))
