@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("commands")
+pytestmark = pytest.mark.xdist_group("generate")  # compiled functions are shared with the tests of generation
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT.parent / "shared" / "k3" / "model.safetensors.index.json.gz"
 
