@@ -21,14 +21,14 @@ from kimi_jax.inference.sampling import Sampling
 from kimi_jax.model.cache import Cache
 from kimi_jax.model.model import Model
 from kimi_jax.parallel.mesh import make_mesh
-
-__version__ = "0.1.0"
+from kimi_jax.version import __version__
 
 __all__ = [
     "Cache",
     "Model",
     "ModelConfig",
     "Sampling",
+    "__version__",
     "copy_cache",
     "decode",
     "forward",

@@ -12,6 +12,12 @@ from kimi_jax.ops.norms import at_least_float32
 Activate = Callable[[Array, Array], Array]
 
 
+def sorted_copies(expert: Int[Array, " M"]) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
+    """Which copy comes at each place when copies of tokens are sorted by expert, and the place of each copy."""
+    order = jnp.argsort(expert, stable=True)
+    return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+
 def routed_experts(
     z: Float[Array, "M L"],
     index: Int[Array, "M A"],
@@ -37,13 +43,12 @@ def routed_experts(
     held = num_experts(experts["w1"])
     local = (index - first_expert).reshape(-1)
     local = jnp.where((local >= 0) & (local < held), local, held)
-    order = jnp.argsort(local, stable=True)  # copies of tokens, experts in order, the ones not held here last
+    order, back = sorted_copies(local)  # experts in order, the copies for those not held here last
     group_sizes = jnp.bincount(local, length=held + 1)[:held]
     rows = z[jax.lax.div(order, jnp.asarray(per_token, order.dtype))]
     hidden = activate(
         grouped_matmul(rows, experts["w1"], group_sizes), grouped_matmul(rows, experts["w3"], group_sizes)
     )
     out = at_least_float32(grouped_matmul(hidden, experts["w2"], group_sizes))
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     copies = out[back].reshape((tokens, per_token, -1))
     return jnp.sum(copies * weight.astype(out.dtype)[..., None], axis=1)

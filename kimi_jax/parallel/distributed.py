@@ -31,6 +31,7 @@ import numpy as np
 from jax._src.distributed import global_state  # JAX has no public door to its key-value store
 from jax.experimental import multihost_utils
 
+from kimi_jax import version
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.launch_environment import DistributedError, Job, find_job
 from kimi_jax.parallel.watch import Watch, say
@@ -193,9 +194,7 @@ def _identity(host: str, config: ModelConfig | None, settings: Mapping[str, Any]
 
 def _version(package: str) -> str:
     if package == "kimi_jax":
-        from kimi_jax import __version__  # not before the package is whole
-
-        return __version__
+        return version.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.grouped_matmul import num_experts as held_experts
+from kimi_jax.ops.routed_experts import sorted_copies
 from kimi_jax.parallel.ragged import exchange
 from kimi_jax.parallel.sharding import TABLE, active_mesh, active_strategy, divided
 
@@ -126,7 +127,7 @@ def _dispatch(
 
     held = num_experts // mesh.size
     experts_of = index.reshape(-1)
-    order = jnp.argsort(experts_of, stable=True)  # copies by expert, hence by device; padding last
+    order, back = sorted_copies(experts_of)  # by expert, hence by device; padding last
     sorted_experts = experts_of[order]
     copies = z[jax.lax.div(order, jnp.asarray(per_row, order.dtype))]
     counts = jnp.bincount(jax.lax.div(experts_of, jnp.asarray(held, experts_of.dtype)), length=mesh.size + 1)[:-1]
@@ -139,7 +140,6 @@ def _dispatch(
 
     native = mesh.devices.flat[0].platform != "cpu"
     done = exchange(serve, copies, sorted_experts, counts.astype(jnp.int32), capacity, num_experts, owners, native)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     parts = done[back].reshape((share, per_row, -1))
     out = jnp.sum(parts * weight.astype(parts.dtype)[..., None], axis=1)
     if sharers:

@@ -63,9 +63,9 @@ def differing(what):
     if INDEX == 1 and what == "configuration":
         config = dataclasses.replace(config, norm_eps=0.5)
     if INDEX == 1 and what == "version":
-        import kimi_jax
+        import kimi_jax.version
 
-        kimi_jax.__version__ = "0.0.1"
+        kimi_jax.version.__version__ = "0.0.1"
     try:
         start(config=config)
     except DistributedError as error:
