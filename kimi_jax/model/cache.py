@@ -43,6 +43,8 @@ class MLACache:
 
 
 LayerCache = KDACache | MLACache
+UNROLLED_ROWS = 64
+"""Rows that are written without a loop: for TPU7x the compiler copies the whole cache into a loop's layout and back."""
 ROW_AXIS = {"state": -4, "conv_tail": -4, "latents": -3, "index_keys": -3}
 """The axis of the batch in a layer's arrays, counted from the end: stacks of layers have one more in front."""
 
@@ -159,4 +161,5 @@ def write_rows(
         return positions_innermost(jax.lax.dynamic_update_slice(buffer, chosen.reshape(sizes), index))
 
     new = new.astype(buffer.dtype)
-    return jax.lax.fori_loop(0, new.shape[0], one_row, buffer)
+    rows = new.shape[0]
+    return jax.lax.fori_loop(0, rows, one_row, buffer, unroll=min(rows, UNROLLED_ROWS))

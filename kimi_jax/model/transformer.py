@@ -1,25 +1,21 @@
 """The whole language model."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import Cache, KDACache, LayerCache
-from kimi_jax.model.call import Call, make_call
+from kimi_jax.model.cache import Cache, LayerCache
+from kimi_jax.model.call import make_call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
 from kimi_jax.model.layers import Embedding, Linear, Norm
-from kimi_jax.model.segments import Segment, segments
+from kimi_jax.model.loop import Choices, run_loop, starts_block
+from kimi_jax.model.segments import segments
 from kimi_jax.ops.attn_res import Bank, mix_residuals
 from kimi_jax.ops.norms import wide_dtype
 from kimi_jax.parallel.sharding import constrain, divided
-
-Choices = Mapping[int, Int[Array, "B T A"]]
 
 
 class Output(NamedTuple):
@@ -83,10 +79,10 @@ class Transformer(nnx.Module):
             before = None if cache is None else cache.layers[entry : entry + part.period]
             entry += part.period
             if part.rounds > 1:
-                prefix, bank, after, found = _loop(part, layers, prefix, bank, call, before, given, self.config, seen)
+                prefix, bank, after, found = run_loop(part, layers, prefix, bank, call, before, given, seen)
                 traces |= found
             else:
-                starts = _starts_block(self.config, [part.first])
+                starts = starts_block(self.config, [part.first])
                 own = None if before is None else before[0]
                 prefix, bank, trace = layers[0](prefix, bank, call, own, given.get(part.first), starts)
                 after = (trace.cache,)
@@ -112,77 +108,3 @@ class Transformer(nnx.Module):
         wide: Any = wide_dtype(h.dtype)
         out = jnp.einsum("...d,wd->...w", h, head.weight[...].astype(h.dtype), preferred_element_type=wide)
         return constrain("logits", out, ("batch", *(None,) * (out.ndim - 2), "vocab"))
-
-
-def _starts_block(config: ModelConfig, layers: Sequence[int], number: Array | None = None) -> Array | bool:
-    """Whether one of `layers`, the `number`-th, starts a block of Attention Residuals; known early where all agree."""
-    block = config.attn_res_block_size
-    starts = [block is not None and layer % block == 0 for layer in layers]
-    return starts[0] if number is None or len(set(starts)) == 1 else jnp.asarray(starts)[number]
-
-
-def _is_expert(path: tuple[Any, ...], _: Any) -> bool:
-    return "experts" in path
-
-
-def _stack_choices(choice: Choices, layers: range) -> Array | None:
-    """The given choices of a loop's layers, one a round; None where none is given."""
-    given = [choice[layer] for layer in layers if layer in choice]
-    if given and len(given) < len(layers):
-        missing = next(layer for layer in layers if layer not in choice)
-        raise ValueError(
-            f"choice: layers {layers.start}, {layers.start + layers.step}, … run as a loop: {missing} lacks"
-        )
-    return jnp.stack(given) if given else None
-
-
-def _loop(
-    part: Segment,
-    layers: Sequence[DecoderLayer],
-    prefix: Array,
-    bank: Bank | None,
-    call: Call,
-    caches: Sequence[LayerCache] | None,
-    choice: Choices,
-    config: ModelConfig,
-    seen: bool,
-) -> tuple[Array, Bank | None, tuple[LayerCache, ...], dict[int, LayerTrace]]:
-    """Runs the rounds of a segment.
-
-    Small parameters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what reads
-    them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
-    """
-    split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
-    chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]
-    if bank is not None:
-        bank = Bank(bank.sums, jnp.asarray(bank.held, jnp.int32))
-
-    def one_round(carry: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        prefix, bank, caches = carry
-        number, rest, chosen = inputs
-        traces, after = [], []
-        for place, (graphdef, experts, _) in enumerate(split):
-            layer = nnx.merge(graphdef, experts, rest[place])
-            own = None if caches is None else caches[place]
-            starts = _starts_block(config, part.layers(place), number)
-            held = jax.tree.map(lambda x: x[number], own) if isinstance(own, KDACache) else own
-            at = replace(call, round=number)
-            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], starts)
-            if isinstance(own, KDACache):
-                after.append(jax.tree.map(lambda x, new: x.at[number].set(new), own, trace.cache))
-            else:
-                after.append(trace.cache)
-            traces.append(trace)
-        return (prefix, bank, None if caches is None else tuple(after)), traces if seen else None
-
-    numbers = jnp.arange(part.rounds, dtype=jnp.int32)
-    start = (prefix, bank, None if caches is None else tuple(caches))
-    rest = [small for _, _, small in split]
-    (prefix, bank, after), traces = jax.lax.scan(one_round, start, (numbers, rest, chosen))
-    found = {}
-    if seen:
-        for number in range(part.rounds):
-            for place in range(part.period):
-                layer = part.first + number * part.period + place
-                found[layer] = jax.tree.map(lambda x, number=number: x[number], traces[place])
-    return prefix, bank, after or (), found

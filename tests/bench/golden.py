@@ -1,10 +1,11 @@
 """Logits and greedy tokens of the tiny models on every mesh, with both expert strategies, with and without the loop.
 
-    python tests/bench/golden.py [--models tiny-k3 tiny-k31] [--loop both]
+    JAX_DISABLE_MOST_OPTIMIZATIONS=1 python tests/bench/golden.py [--models tiny-k3 tiny-k31] [--loop both]
 
 The published code's outputs lie in `tests/golden`. Each line is one model loaded for a mesh and strategy: eight rows of
 different lengths in one prefill, then the greedy continuation by prefill and decode. Exit code 1 where something is
-outside the golden limits. A line takes about a minute on two cores, nearly all of it compiling; the tests keep a few.
+outside the golden limits. A line takes half a minute to a minute on two cores, nearly all of it compiling (twice that
+without the variable); the tests keep a few of them.
 """
 
 import os

@@ -208,6 +208,25 @@ def test_a_loop_traces_each_layer(tiny, golden):
     assert [state is None for state in looped.kda_state] == [kind == "mla" for kind in kinds]
 
 
+@pytest.mark.xdist_group("tiny-k31 one")
+def test_choices_reach_their_layers_in_a_loop(tiny):
+    model = tiny("tiny-k31", loop=True)
+    layers, shape = range(1, 6), (1, 16, model.config.moe.experts_per_token)
+    choice = {layer: jnp.broadcast_to((jnp.arange(shape[-1]) + layer) % 8, shape) for layer in layers}
+
+    def run(params, choice):
+        with computing(model.spec):
+            tokens, lengths = jnp.arange(16)[None], jnp.asarray([16])
+            return model.spec.module(params)(tokens, lengths, choice=choice, seen=True).traces
+
+    traces = jax.jit(run)(model.params, choice)
+    assert traces[0].router_index is None
+    for layer in layers:
+        np.testing.assert_array_equal(traces[layer].router_index, choice[layer])
+    with pytest.raises(ValueError, match=r"layers 1, 3, … run as a loop: 3 lacks"):
+        jax.eval_shape(run, model.params, {1: choice[1]})
+
+
 @ON_ONE_DEVICE
 def test_sublayers_in_bfloat16(name, mesh, tiny, golden):
     """Each part alone, with the golden input and the golden choice of experts."""
