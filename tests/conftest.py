@@ -27,9 +27,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 from jaxtyping import install_import_hook
 
-# Where arrays have shapes. Elsewhere mypy knows as much, and a function inside another is decorated at every call.
+# Where arrays have shapes; elsewhere mypy knows as much.
 SHAPED = ("kimi_jax.inference", "kimi_jax.model", "kimi_jax.ops", "kimi_jax.parallel")
-install_import_hook(SHAPED, "beartype.beartype")
+install_import_hook(SHAPED, "outermost.check")
 
 from functools import cache
 from pathlib import Path
