@@ -143,7 +143,6 @@ def _write_arrays(arrays: Sequence[tuple[StreamedArray, Path, str]], in_flight: 
             rest = ["0"] * (len(shard) - 1)
             for number, block in enumerate(value.blocks()):
                 writing.append(pool.submit(write_shard, place.joinpath(str(number), *rest), block, shard, value.chunks))
-                del block  # one more would be held while the next is read
                 if len(writing) == in_flight:
                     writing.popleft().result()
         while writing:

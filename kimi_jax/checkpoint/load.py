@@ -14,6 +14,7 @@ from jaxtyping import Array
 from kimi_jax.checkpoint.converted import ConvertedSource
 from kimi_jax.checkpoint.manifest import is_converted
 from kimi_jax.checkpoint.source import HuggingFaceSource
+from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model, ModelSpec, nest, param_layout
 from kimi_jax.parallel.expert_parallel import STRATEGIES
@@ -72,6 +73,8 @@ def load_model(
     shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
     present = _check_layers(layers, source.config)
     wanted = {key: names for key, (_, _, names) in declared.items() if _is_wanted(key, present)}
+    for names in wanted.values():
+        _check_same_dtype(source, names)
     sizes = {key: math.prod(declared[key][0].shape) * source.dtype(names[0]).itemsize for key, names in wanted.items()}
     placed, total = 0, sum(sizes.values())
     params: dict[str, Array | jax.ShapeDtypeStruct] = {key: struct for key, (struct, _, _) in declared.items()}
@@ -117,6 +120,16 @@ def _place(
         return out
 
     return jax.make_array_from_callback(shape, sharding, part, dtype=source.dtype(names[0]))
+
+
+def _check_same_dtype(source: ParamSource, names: tuple[str, ...]) -> None:
+    """A stack has one dtype: another would be cast in silence."""
+    for name in names:
+        if source.dtype(name) != source.dtype(names[0]):
+            raise CheckpointError(
+                f"tensor {name} is {source.dtype(name)} and {names[0]} {source.dtype(names[0])}: layers of different "
+                "dtypes cannot be stacked; load with loop=False"
+            )
 
 
 def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> frozenset[int]:

@@ -76,7 +76,9 @@ def check_cache(model: Model, cache: Cache, batch: int) -> None:
     if cache.batch != batch:
         raise ValueError(f"{batch} rows of tokens, but the cache has {cache.batch}")
     if _layout(cache) != _layout(cache_placement(model.spec, batch, cache.max_len)[0]):
-        raise CacheError("the cache was made for another model or dtype; make one with init_cache")
+        raise CacheError(
+            "the cache was made for another model or dtype, or for one with another `loop`; make one with init_cache"
+        )
     if cache.lengths.sharding.device_set != next(flatten(model.params))[1].sharding.device_set:
         raise CacheError("the cache lies on other devices than the model; make one with init_cache")
 
@@ -125,7 +127,8 @@ def save_cache(path: str | Path, cache: Cache) -> None:
 def load_cache(path: str | Path, model: Model) -> Cache:
     """Reads a cache that `save_cache` wrote, onto the model's mesh (which may be another than it was made on).
 
-    **Raises:** `CacheError` where the file is damaged, or belongs to other weights, another configuration or dtype.
+    **Raises:** `CacheError` where the file is damaged, or belongs to other weights, another configuration or dtype, or
+    to a model loaded with another `loop`.
     """
     path = Path(path)
     try:

@@ -155,7 +155,7 @@ def write_rows(
         source = start - first + jnp.arange(window, dtype=first.dtype)
         inside = (source >= 0) & (source < tokens)
         source = jnp.clip(source, 0, tokens - 1)
-        index = (*lead, row, start, jnp.zeros_like(start))
+        index = tuple(jnp.asarray(i, start.dtype) for i in (*lead, row, start, 0))
         held = jax.lax.dynamic_slice(buffer, index, sizes)
         chosen = jnp.where((inside & real[row, source])[:, None], new[row, source], held.reshape((window, width)))
         return positions_innermost(jax.lax.dynamic_update_slice(buffer, chosen.reshape(sizes), index))

@@ -120,9 +120,10 @@ class Model:
         sums: dict[str, str] = {}
         for key, (_, _, names) in param_layout(self.config, self.spec.loop).items():
             # One after the other: hundreds of small all-reduces in flight starve each other on CPU devices.
-            found = _bit_sum(leaves[key])[None] if len(names) == 1 else _bit_sums(leaves[key])
-            told = [f"{leaves[key].dtype.name} {total}" for total in np.asarray(found).tolist()]
-            sums |= dict(zip(names, told, strict=True))
+            leaf = leaves[key]
+            for i, name in enumerate(names):
+                total = int(_bit_sum(leaf) if len(names) == 1 else _bit_sum_of(leaf, i))
+                sums[name] = f"{leaf.dtype.name} {total}"
         for name, (struct, _) in abstract_params(self.config).items():
             digest.update(f"{name} {struct.shape} {sums[name]}".encode())
         return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
@@ -149,7 +150,10 @@ def _bit_sum(x: Array) -> Array:
     return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
-_bit_sums = jax.jit(jax.vmap(_bit_sum))
+@jax.jit
+def _bit_sum_of(stack: Array, layer: Array | int) -> Array:
+    """`_bit_sum` of one layer of a stack: of all at once, a device would hold the whole stack."""
+    return _bit_sum(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False))
 
 
 class _Layers(Sequence[DecoderLayer]):

@@ -32,7 +32,7 @@ def _stored(weights: ExpertWeights) -> Array:
 
 def expert_matrix(weights: ExpertWeights, expert: Int[Array, ""], dtype: jnp.dtype) -> Float[Array, "O I"]:
     """One expert's matrix in `dtype`, unpacked if need be."""
-    place = (weights["layer"], expert) if "layer" in weights else (expert,)
+    place = (weights["layer"].astype(expert.dtype), expert) if "layer" in weights else (expert,)
 
     def matrix(stack: Array) -> Array:
         # One slice, whatever it is a part of: what lies around it is neither read nor copied.

@@ -617,3 +617,10 @@ def test_malformed_generation_config(checkpoint, refused, text, words):
     directory = checkpoint("tiny-k31")
     (directory / "generation_config.json").write_text(text)
     refused(directory, str(directory / "generation_config.json"), words, error=ConfigError)
+
+
+def test_layers_of_different_dtypes_are_not_stacked(edited, refused):
+    """A stack would cast them to the dtype of its first layer."""
+    name = r"layers\.5\.input_layernorm\.weight"
+    directory = edited("tiny-k3", convert(name, lambda x: x.astype(np.float32)))
+    refused(directory, "tensor layers.5.input_layernorm.weight is float32", "load with loop=False", loop=True)

@@ -270,3 +270,7 @@ def test_float64_agrees_more_closely_than_float32_could(golden, tiny):
         logits = kj.forward(kj.load_model(directory, dtype="float64"), data["seq_input_ids"][None])
         assert logits.dtype == jnp.float64
         assert relative_rms(np.asarray(logits[0]), data["seq_logits"]) <= 2.5e-6  # the oracle's own float32 error
+        looped = kj.load_model(directory, dtype="float64", loop=True)
+        tokens = data["seq_input_ids"][None]
+        last, _ = kj.prefill(looped, tokens, [tokens.shape[1]], kj.init_cache(looped, 1, tokens.shape[1]))
+        assert relative_rms(np.asarray(last[0]), data["seq_logits"][-1]) <= 2.5e-6
