@@ -48,7 +48,7 @@ from kimi_jax.model.model import abstract_params, nest
 IN_FLIGHT = 4
 """Blocks being written while the next is read."""
 WRITER_FACTOR = 16
-"""Peak memory of writing, in blocks, as measured: those in flight, as they came and as they are written, and more."""
+"""Peak memory of writing, in blocks, as measured with room to spare: those in flight, the one being read, and more."""
 LARGEST_BLOCK = BAND  # a row of chunks is never more
 _SAMPLES, _SAMPLE = 16, 4096
 

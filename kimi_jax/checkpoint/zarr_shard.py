@@ -13,14 +13,14 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-RAW = {"name": "bytes", "configuration": {"endian": "little"}}
-CHECKSUM = {"name": "crc32c"}  # of each chunk: damage is an error where it is read, on a pod too
+_RAW = {"name": "bytes", "configuration": {"endian": "little"}}
+_CHECKSUM = {"name": "crc32c"}  # of each chunk: damage is an error where it is read, on a pod too
 _ABSENT = 2**64 - 1  # offset and length of a chunk that lies outside the array
 
 
 def sharded(shape: Sequence[int], shard: Sequence[int], chunks: Sequence[int]) -> dict[str, object]:
     """What a `zarr.json` says of an array whose files are written by `write_shard`."""
-    inner = {"chunk_shape": chunks, "codecs": [RAW, CHECKSUM], "index_codecs": [RAW, CHECKSUM]}
+    inner = {"chunk_shape": chunks, "codecs": [_RAW, _CHECKSUM], "index_codecs": [_RAW, _CHECKSUM]}
     return {
         "shape": shape,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},

@@ -77,13 +77,13 @@ class DecoderLayer(nnx.Module):
         - `starts_block`: whether the running sum goes to the bank and begins anew.
         """
         h = prefix if bank is None else self._mix(prefix, bank, "self_attention")
-        before = prefix
+        bank = None if bank is None else save_block(bank, prefix, starts_block)
         attn_in = self.input_layernorm(h)
         attn_out, cache = self.self_attn(attn_in, call, cache)
-        prefix = prefix + attn_out
-        if bank is not None and starts_block is not False:
-            bank = save_block(bank, before, starts_block)
-            prefix = attn_out if starts_block is True else jnp.where(starts_block, attn_out, prefix)
+        if isinstance(starts_block, bool):
+            prefix = attn_out if starts_block else prefix + attn_out
+        else:
+            prefix = jnp.where(starts_block, attn_out, prefix + attn_out)
         h = prefix if bank is None else self._mix(prefix, bank, "mlp")
         mlp_in = self.post_attention_layernorm(h)
         index = weight = None

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.decoder import DecoderLayer
-from kimi_jax.model.segments import segments
+from kimi_jax.model.segments import segments, stack_places
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel.sharding import Axes
 
@@ -60,7 +60,7 @@ class Model:
 
     - `spec`: configuration, mesh and compute dtype.
     - `params`: see `Params`. Expert projections are stacked: `layers.3.block_sparse_moe.experts.w1.weight_packed`
-        is `[E, F, L/2]`. With `spec.loop` layers are, too: `layers.4:92:4.…` has a leading axis of 22 layers.
+        is `[E, F, L/2]`. With `spec.loop` layers are, too: `layers.4:89:4.…` has a leading axis of 22 layers.
     - `stop_ids`: ids that end a generation, from the configuration and the generation configuration.
     - `absent_layers`: layers that `load_model(layers=…)` left out; their parameters have shapes and no numbers.
     - `vision_tensors`: tensors of the vision tower and projector that the checkpoint holds and loading skipped.
@@ -169,36 +169,28 @@ class _Layers(Sequence[DecoderLayer]):
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         layer = range(len(self))[number]
-        for part in segments(self.model.config, True):
-            for place, key in enumerate(part.keys):
-                if layer in part.layers(place):
-                    stack, at = self.model.params["layers"][key], part.layers(place).index(layer)
-                    own = jax.tree.map(lambda x, at=at: x[at], stack) if part.rounds > 1 else stack
-                    graphdef = nnx.split(DecoderLayer(self.model.config, layer))[0]
-                    return nnx.merge(graphdef, nnx.State(_as_state(own)))
-        raise AssertionError(f"layer {layer} is in no segment")
+        key, at = stack_places(self.model.config, True)[layer]
+        own = self.model.params["layers"][key]
+        own = own if at is None else jax.tree.map(lambda x: x[at], own)
+        graphdef = nnx.split(DecoderLayer(self.model.config, layer))[0]
+        return nnx.merge(graphdef, nnx.State(_as_state(own)))
 
 
 @cache
 def param_layout(config: ModelConfig, loop: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
     """Shape and dtype, and logical axes, of every array of `params`; and the names of the parameters that it holds."""
-    key_of = {
-        str(layer): (key, part.rounds)
-        for part in segments(config, loop)
-        for place, key in enumerate(part.keys)
-        for layer in part.layers(place)
-    }
+    places = stack_places(config, loop)
     layout: dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]] = {}
     for name, (struct, axes) in abstract_params(config).items():
         head, _, tail = name.partition(".")
         layer, _, rest = tail.partition(".")
-        key, rounds = key_of[layer] if head == "layers" else ("", 1)
-        if rounds == 1:
+        key, at = places[int(layer)] if head == "layers" else ("", None)
+        if at is None:
             layout[name] = struct, axes, (name,)
             continue
         stack = f"{head}.{key}.{rest}"
-        names = layout[stack][2] if stack in layout else ()
-        layout[stack] = jax.ShapeDtypeStruct((rounds, *struct.shape), struct.dtype), (None, *axes), (*names, name)
+        names = (*(layout[stack][2] if stack in layout else ()), name)
+        layout[stack] = jax.ShapeDtypeStruct((len(names), *struct.shape), struct.dtype), (None, *axes), names
     return layout
 
 

@@ -1,8 +1,8 @@
 """Which decoder layers run as a loop, and what their parameters are called then.
 
-A model's layers repeat: K3's are a KDA layer thrice and an MLA layer, 22 times, between a first group of its own and a
-last layer. Compiled one by one, 93 layers take minutes; as a loop over stacked parameters, as long as nine. A stack
-holds the arrays of every `period`-th layer on a leading axis and is named by a range as Python writes it: `4:92:4`.
+A model's layers repeat: K3's layers 1 to 88 are two KDA layers, an MLA and a KDA layer, 22 times. Compiled one by one,
+93 layers take minutes; as a loop over stacked parameters, as long as nine. A stack holds the arrays of every
+`period`-th layer on a leading axis and is named by a range as Python writes it: `4:89:4`.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,17 @@ def segments(config: ModelConfig, loop: bool) -> tuple[Segment, ...]:
     if best is None:
         return whole
     return (*whole[: best.first], best, *whole[best.first + best.period * best.rounds :])
+
+
+@cache
+def stack_places(config: ModelConfig, loop: bool) -> dict[int, tuple[str, int | None]]:
+    """Where each layer's arrays lie: a key of `params["layers"]`, and the place in that stack; None for no stack."""
+    return {
+        layer: (key, at if part.rounds > 1 else None)
+        for part in segments(config, loop)
+        for place, key in enumerate(part.keys)
+        for at, layer in enumerate(part.layers(place))
+    }
 
 
 def _repetition(config: ModelConfig) -> Segment | None:

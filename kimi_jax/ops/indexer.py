@@ -100,12 +100,13 @@ def indexed_attention(
     the entries lie on several devices, each attends to those of the chosen that it holds.
     """
 
+    own = latents if layer is None else jax.lax.dynamic_index_in_dim(latents, layer, keepdims=False)
+
     def one_block(inputs: tuple[Array, ...]) -> Array:
         q, index_q, index_weight, positions = inputs
         index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather, layer)
         held = (index >= first) & (index < first + latents.shape[-2])
         # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
-        own = latents if layer is None else jax.lax.dynamic_index_in_dim(latents, layer, keepdims=False)
         chosen = jax.vmap(lambda entries, at: entries[at])(own, jnp.where(held, index - first, 0))
         return sparse_attention(q, chosen, real & held, w_key, w_value, combine)
 
