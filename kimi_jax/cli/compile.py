@@ -60,11 +60,12 @@ class Compile:
             raise UsageError(str(error)) from None
         phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
         steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
+        name = path.parent.name if path.name == "config.json" else path.stem
         title = f"{self.model} ({config.num_layers} layers) on {pod.name}"
         results = []
         print(f"{title}: compiling takes minutes", file=sys.stderr)
         try:
-            for result in compile_steps(config, pod, steps, self.save):
+            for result in compile_steps(config, pod, steps, self.save, name):
                 results.append(result)
                 if not self.json:
                     _print(console(), title, pod, result)

@@ -41,6 +41,11 @@ class Step:
     context: int
 
     @property
+    def name(self) -> str:
+        """For file names, e.g. "decode-64x1-8192"."""
+        return f"{self.phase}-{self.batch}x{self.tokens}-{self.context}"
+
+    @property
     def filled(self) -> int:
         """Places that the loops over the cache are taken to read: all when decoding, the first piece's in prefill."""
         return self.context if self.phase == "decode" else min(self.tokens, self.context)
@@ -137,13 +142,13 @@ def argument_bytes(config: ModelConfig, pod: Pod, step: Step) -> int:
 
 
 def compile_steps(
-    config: ModelConfig, pod: Pod, steps: Sequence[Step], save: Path | None = None
+    config: ModelConfig, pod: Pod, steps: Sequence[Step], save: Path | None = None, name: str = "model"
 ) -> Iterator[Compiled | Refused]:
     """Compiles each step for the pod; what cannot fit is refused before.
 
     **Arguments:**
 
-    - `save`: a directory for the serialised executables.
+    - `save`: a directory for the serialised executables; their names begin with `name`.
 
     **Raises:** `MeshError` where the mesh does not divide the model, `CompilerError` where no compiler is installed.
     """
@@ -154,7 +159,8 @@ def compile_steps(
             yield Refused(step, size, "weights and cache alone are larger than the memory; nothing was compiled")
             continue
         mesh = mesh or pod_mesh(pod)
-        yield _compile(ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16), loop=True), pod, step, save)
+        spec = ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16), loop=True)
+        yield _compile(spec, pod, step, None if save is None else save / f"{name}-{pod.name}-{step.name}.pickle")
 
 
 def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
@@ -224,12 +230,15 @@ def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compil
         float(program.traffic()),
         tuple(LoopCount(function, loops, rounds, why) for (function, rounds, why), loops in sorted(counts.items())),
         program.collectives(),
-        None if save is None else _save(compiled, save / f"{pod.name}-{step.phase}.pickle"),
+        None if save is None else save_executable(compiled, save),
     )
 
 
-def _save(compiled: jax.stages.Compiled, path: Path) -> str:
-    """Pickles what `jax.experimental.serialize_executable.deserialize_and_load` takes; returns the path, or why not."""
+def save_executable(compiled: jax.stages.Compiled, path: Path) -> str:
+    """Pickles what `jax.experimental.serialize_executable.deserialize_and_load` takes; returns the path, or why not.
+
+    Only the same jax, compiler and kind of machine can load it.
+    """
     try:
         raw = pickle.dumps(serialize_executable.serialize(compiled))
     except Exception as error:  # each backend refuses in its own way

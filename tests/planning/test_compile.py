@@ -5,10 +5,15 @@ import json
 import pickle
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
 from kimi_jax.cli.main import main
 from kimi_jax.config import ModelConfig
+from kimi_jax.inference.caches import init_cache
+from kimi_jax.inference.functions import extend, prefill
+from kimi_jax.model.model import nest
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.planning import compile as ahead
 from kimi_jax.planning import topology
@@ -35,7 +40,7 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
         pytest.skip(hint)
     step = ahead.pod_step(pod, "decode", batch=8, context=1024, tokens=1)
     assert step == ahead.Step("decode", 8, 1, 1024)
-    (found,) = ahead.compile_steps(narrow, pod, [step], tmp_path)
+    (found,) = ahead.compile_steps(narrow, pod, [step], tmp_path, "narrow")
     assert isinstance(found, ahead.Compiled)
     placed = ahead.argument_bytes(narrow, pod, step)
     # More: tokens, and a TPU's padding of small arrays. Less: layer 0 has a residual mix that nothing uses.
@@ -58,7 +63,22 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
     assert seconds == found.bytes / pod.bandwidth
     assert found.saved is not None
     if not found.saved.startswith("not saved"):
-        assert len(pickle.loads((tmp_path / f"{pod.name}-decode.pickle").read_bytes())) == 3
+        assert len(pickle.loads((tmp_path / f"narrow-{pod.name}-decode-8x1-1024.pickle").read_bytes())) == 3
+
+
+def test_a_saved_executable_runs(tiny, tmp_path):
+    model = tiny("tiny-kimi-linear")
+    step = ahead.Step("decode", batch=2, tokens=1, context=256)
+    compiled = extend.lower(model.spec, *ahead.step_arguments(model.spec, step)).compile()
+    path = tmp_path / "new" / f"{step.name}.pickle"
+    assert ahead.save_executable(compiled, path) == str(path)
+    saved = pickle.loads(path.read_bytes())
+    loaded = serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:1])
+    tokens, lengths = np.array([[5], [7]], np.int32), np.ones(2, np.int32)
+    logits, cache = loaded(nest(model.params), tokens, lengths, init_cache(model, 2, 256))
+    np.testing.assert_array_equal(cache.lengths, [1, 1])
+    wanted, _ = prefill(model, tokens, lengths, init_cache(model, 2, 256))
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
 def test_what_cannot_fit_is_refused_before_compiling(monkeypatch):
