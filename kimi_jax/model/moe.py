@@ -12,13 +12,14 @@ from kimi_jax.model.layers import F32, MLP, U8, Linear, Norm, gated_activation, 
 from kimi_jax.ops.routed_experts import routed_experts
 from kimi_jax.ops.router import choose_experts, expert_weights, router_scores
 from kimi_jax.parallel.expert_parallel import expert_parallel
+from kimi_jax.parallel.sharding import constrain, divided
 
 
 class Gate(nnx.Module):
     """The router's parameters: `weight` `[E, D]` and the bias `[E]` that only the choice sees."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.weight = parameter((config.moe.num_experts, config.hidden_size), (None, None))
+        self.weight = parameter((config.moe.num_experts, config.hidden_size), ("router", None))
         self.e_score_correction_bias = parameter((config.moe.num_experts,), (None,), F32)
 
 
@@ -68,33 +69,36 @@ class LatentMoE(nnx.Module):
         self.gate = Gate(config)
         self.experts = Experts(config)
         if moe.latent_width is not None:
-            self.routed_expert_down_proj = Linear(moe.latent_width, config.hidden_size)
+            self.routed_expert_down_proj = Linear(moe.latent_width, config.hidden_size, ("latent", None))
             if moe.latent_norm:
                 self.routed_expert_norm = Norm(moe.latent_width, config.norm_eps)
-            self.routed_expert_up_proj = Linear(config.hidden_size, moe.latent_width)
+            self.routed_expert_up_proj = Linear(config.hidden_size, moe.latent_width, (None, "latent"))
         if moe.num_shared:
             self.shared_experts = MLP(config, moe.num_shared * moe.expert_width)
         self.config = config
 
     def route(
-        self, x: Float[Array, "M D"], choice: Int[Array, "M A"] | None
-    ) -> tuple[Int[Array, "M A"], Float[Array, "M A"]]:
+        self, x: Float[Array, "B T D"], choice: Int[Array, "B T A"] | None
+    ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Chosen experts and their weights; with `choice` given, only the weights are computed."""
         moe = self.config.moe
         scores = router_scores(x, self.gate.weight[...], moe.router_score)
+        scores = constrain("router scores", scores, ("batch", divided("tokens", x.shape[1]), None))
+        flat = scores.reshape((-1, moe.num_experts))
         if choice is None:
             bias = self.gate.e_score_correction_bias[...]
-            choice = choose_experts(scores, bias, moe.experts_per_token, moe.num_groups, moe.top_groups)
-        return choice, expert_weights(scores, choice, moe.renormalize, moe.scaling_factor)
+            index = choose_experts(flat, bias, moe.experts_per_token, moe.num_groups, moe.top_groups)
+        else:
+            index = choice.reshape((flat.shape[0], -1))
+        weight = expert_weights(flat, index, moe.renormalize, moe.scaling_factor)
+        return index.reshape((*x.shape[:2], -1)), weight.reshape((*x.shape[:2], -1))
 
     def __call__(
         self, x: Float[Array, "B T D"], call: Call, choice: Int[Array, "B T A"] | None = None
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Returns the output, the chosen experts and their weights; padding goes to no expert."""
         moe = self.config.moe
-        flat = x.reshape((-1, x.shape[-1]))
-        index, weight = self.route(flat, None if choice is None else choice.reshape((flat.shape[0], -1)))
-        index, weight = (y.reshape((*x.shape[:2], -1)) for y in (index, weight))
+        index, weight = self.route(x, choice)
         sent = jnp.where(call.real[..., None], index, moe.num_experts)
         z = x if moe.latent_width is None else self.routed_expert_down_proj(x)
         apply = partial(routed_experts, activate=gated_activation(self.config))

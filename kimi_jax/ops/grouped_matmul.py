@@ -3,14 +3,21 @@
 `weights` is one projection of all experts (or of a device's own): `{"weight": [E, O, I]}` in a floating dtype, or
 `{"weight_packed": [E, O, I/2], "weight_scale": [E, O, I/32]}` in MXFP4. The arrays may be stacks of several layers,
 `[G, E, …]`, with the number of the one to use beside them as `"layer"`. Rows come sorted by expert.
+
+Three forms agree: `grouped_matmul_reference` for small sizes, the loop over tiles of `kimi_jax.ops.grouped_loop`, and
+on TPU the kernel of `kimi_jax.ops.grouped_kernel` for packed experts.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.grouped_kernel import fits_kernel, kernel_product
+from kimi_jax.ops.grouped_loop import loop_product, loop_weight_gradient, one_matrix
 from kimi_jax.ops.mxfp4 import dequantize
 
 ExpertWeights = Mapping[str, Array]
@@ -32,14 +39,7 @@ def _stored(weights: ExpertWeights) -> Array:
 
 def expert_matrix(weights: ExpertWeights, expert: Int[Array, ""], dtype: jnp.dtype) -> Float[Array, "O I"]:
     """One expert's matrix in `dtype`, unpacked if need be."""
-    place = (weights["layer"].astype(expert.dtype), expert) if "layer" in weights else (expert,)
-
-    def matrix(stack: Array) -> Array:
-        # One slice, whatever it is a part of: what lies around it is neither read nor copied.
-        start = (*place, *(jnp.zeros_like(expert),) * 2)
-        return jax.lax.dynamic_slice(stack, start, (*(1,) * len(place), *stack.shape[-2:])).reshape(stack.shape[-2:])
-
-    own = {name: matrix(w) for name, w in weights.items() if name != "layer"}
+    own = one_matrix(weights, expert)
     if "weight" in own:
         return own["weight"].astype(dtype)
     return dequantize(own["weight_packed"], own["weight_scale"], dtype)
@@ -59,7 +59,7 @@ def grouped_matmul_reference(
 def grouped_matmul(
     rows: Float[Array, "M I"], weights: ExpertWeights, group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M O"]:
-    """`out[r] = W[expert of r] · rows[r]`, one tile of rows and one unpacked expert at a time.
+    """`out[r] = W[expert of r] · rows[r]`, a tile of rows and a part of an expert at a time.
 
     **Arguments:**
 
@@ -69,33 +69,40 @@ def grouped_matmul(
 
     **Returns:** the products in `rows.dtype`. Rows behind the last group are zero.
 
-    The loop runs over the tiles that hold rows, so that an expert nobody chose costs nothing and M is only a
-    bound. A tile of the last rows of a group covers some of the next group too; those are left alone.
+    Gradients go to the rows, and to the weights where these are floating; packed ones are constants, unpacked again on
+    the way back.
     """
-    count, total = num_experts(weights), rows.shape[0]
-    if total == 0:
+    if rows.shape[0] == 0:
         return jnp.zeros((0, output_width(weights)), rows.dtype)
-    tile = min(total, _tile_rows(total, count))
-    ends = jnp.cumsum(group_sizes)
-    tiles = jax.lax.div(group_sizes + (tile - 1), jnp.asarray(tile, group_sizes.dtype))
-    last_tiles = jnp.cumsum(tiles)
-    # Tile t, counted over all experts, starts at row `shift[expert] + t·tile`.
-    shift = ends - group_sizes - (last_tiles - tiles) * tile
-
-    def one_tile(t: Array, out: Array) -> Array:
-        expert = jnp.sum(last_tiles <= t)
-        first = shift[expert] + t * tile
-        # A slice that would reach past the end starts earlier: JAX would shift it silently, so shift it here.
-        start = jnp.minimum(first, total - tile)
-        product = jax.lax.dynamic_slice_in_dim(rows, start, tile) @ expert_matrix(weights, expert, rows.dtype).T
-        number = start + jnp.arange(tile)
-        own = ((number >= first) & (number < ends[expert]))[:, None]
-        kept = jax.lax.dynamic_slice_in_dim(out, start, tile)
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, kept), start, axis=0)
-
-    return jax.lax.fori_loop(0, last_tiles[-1], one_tile, jnp.zeros((total, output_width(weights)), rows.dtype))
+    return _product(rows, weights, group_sizes)
 
 
-def _tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: near the mean load of an expert, a power of two between 8 and 256."""
-    return min(256, max(8, 1 << (rows // max(1, experts)).bit_length()))
+@jax.custom_vjp
+def _product(rows: Array, weights: ExpertWeights, group_sizes: Array) -> Array:
+    return _either(rows, weights, group_sizes, transposed=False)
+
+
+def _forward(rows: Array, weights: ExpertWeights, group_sizes: Array) -> tuple[Array, tuple[Any, ...]]:
+    kept = rows if "weight" in weights else None
+    return _product(rows, weights, group_sizes), (kept, weights, group_sizes)
+
+
+def _backward(residuals: tuple[Any, ...], gradient: Array) -> tuple[Any, ...]:
+    rows, weights, group_sizes = residuals
+    to_rows = _either(gradient, weights, group_sizes, transposed=True)
+    if rows is None:
+        return to_rows, None, None
+    to_weights = loop_weight_gradient(rows, gradient, weights, group_sizes)
+    return to_rows, {name: to_weights if name == "weight" else None for name in weights}, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _either(rows: Array, weights: ExpertWeights, group_sizes: Array, *, transposed: bool) -> Array:
+    """Products with the matrices or the transposed ones, by the form that suits machine and arrays."""
+    loop = partial(loop_product, transposed=transposed)
+    if "weight" in weights or not fits_kernel(weights["weight_packed"].shape):
+        return loop(rows, weights, group_sizes)
+    kernel = partial(kernel_product, transposed=transposed)
+    return jax.lax.platform_dependent(rows, weights, group_sizes, tpu=kernel, default=loop)

@@ -9,13 +9,12 @@ loading refuses it.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Integer, UInt8
 
 GROUP = 32
+BYTES_OF_SCALE = GROUP // 2
+"""Bytes of codes that share a scale."""
 NAN_SCALE = 255
-
-_CODE_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def unpack(packed: UInt8[Array, "*lead J"]) -> UInt8[Array, "*lead I"]:
@@ -29,9 +28,22 @@ def pack(codes: UInt8[Array, "*lead I"]) -> UInt8[Array, "*lead J"]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def scale_values(scale: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+def code_values(codes: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The values of codes 0…15 as float32.
+
+    A float32's fields are written from the code's: from 1 on (code 2) they agree but for the exponent's offset; of the
+    two codes below that, 0 and 0.5, the one is no normal number. (A table of 16 numbers would be a gather.)
+    """
+    codes = codes.astype(jnp.int32)
+    size = codes & 7
+    normal = (size << 22) + (126 << 23)
+    bits = jnp.where(size < 2, size * (126 << 23), normal) | ((codes & 8) << 28)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def scale_values(scale: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
     """2^(s − 127) as float32: the byte is a float32's exponent field, so that no arithmetic rounds it."""
-    bits = scale.astype(jnp.uint32) << 23
+    bits = scale.astype(jnp.int32) << 23
     return jnp.where(scale == NAN_SCALE, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
@@ -39,7 +51,7 @@ def dequantize(
     packed: UInt8[Array, "*lead J"], scale: UInt8[Array, "*lead G"], dtype: jnp.dtype
 ) -> Float[Array, "*lead I"]:
     """The numbers in `dtype`: `I = 2·J = 32·G` along the input axis."""
-    values = jnp.asarray(_CODE_VALUES)[unpack(packed).astype(jnp.int32)]
+    values = code_values(unpack(packed))
     grouped = values.reshape((*scale.shape, GROUP)) * scale_values(scale)[..., None]
     return grouped.reshape(values.shape).astype(dtype)
 

@@ -10,11 +10,11 @@ from kimi_jax.ops.norms import along_last, at_least_float32
 
 
 def router_scores(
-    x: Float[Array, "M D"], weight: Float[Array, "E D"], score: Literal["sigmoid", "softmax"]
-) -> Float[Array, "M E"]:
+    x: Float[Array, "*lead D"], weight: Float[Array, "E D"], score: Literal["sigmoid", "softmax"]
+) -> Float[Array, "*lead E"]:
     """`σ(x·Wᵀ)` (or the softmax over all experts), float32 at least, at the highest matmul precision."""
     x = at_least_float32(x)
-    logits = jnp.einsum("md,ed->me", x, weight.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.einsum("...d,ed->...e", x, weight.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
     return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 

@@ -26,6 +26,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "positions": ("context",),  # the positions of the latent cache
     "heads": ("tensor",),  # attention heads, in weights, activations and states
     "ffn": ("tensor",),  # hidden widths of the dense MLP and of the shared experts
+    "latent": ("tensor",),  # the width that the routed experts read and write, in the projections around them
+    "router": ("tensor",),  # rows of the router, one an expert
     "vocab": ("tensor",),  # rows of the embedding and of the head
     "experts": ("data", "context", "tensor"),  # routed experts lie over all devices
 }

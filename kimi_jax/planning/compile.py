@@ -20,12 +20,13 @@ from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
 from kimi_jax.model.model import ModelSpec, nest, param_layout
-from kimi_jax.ops import grouped_matmul, indexer, latent_attention
+from kimi_jax.ops import grouped_kernel, grouped_loop, indexer, latent_attention
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
+from kimi_jax.planning.hlo import Shape
 from kimi_jax.planning.memory import place
 from kimi_jax.planning.pods import Pod
-from kimi_jax.planning.program import Program
+from kimi_jax.planning.program import Kernel, Program
 from kimi_jax.planning.topology import compiler_options, pod_mesh
 
 Phase = Literal["prefill", "decode"]
@@ -176,24 +177,52 @@ def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
     return nest(params), tokens, jax.ShapeDtypeStruct((step.batch,), jnp.int32, sharding=whole), cache
 
 
-def assumed_rounds(spec: ModelSpec, step: Step) -> dict[str, float]:
-    """Rounds of the loops whose number the data decide, by function.
+@dataclass(frozen=True)
+class Load:
+    """What the experts of one device are taken to get in a step, of tokens that choose evenly.
 
-    Caches filled as far as `Step.filled`; tokens that choose their experts evenly, so that an expert is met with
-    probability `1 - (1 - A/E)^(tokens)` and its rows fill their tiles but for half of one.
+    - `rows`: copies of tokens. `met`: experts with at least one, each met with probability
+        `1 - (1 - A/E)^(tokens)`.
     """
-    moe = spec.config.moe
+
+    rows: float
+    met: float
+
+
+def expert_load(spec: ModelSpec, step: Step) -> Load:
+    """The load of a device's experts."""
+    moe, devices = spec.config.moe, 1 if spec.mesh is None else spec.mesh.size
+    tokens = step.batch * step.tokens
+    met = 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
+    return Load(tokens * moe.experts_per_token / devices, moe.num_experts // devices * met)
+
+
+def assumed_rounds(spec: ModelSpec, step: Step) -> dict[str, float]:
+    """Rounds of the loops whose number the data decide, by function: caches filled as far as `Step.filled`."""
+    load, moe = expert_load(spec, step), spec.config.moe
     held = moe.num_experts // (1 if spec.mesh is None else spec.mesh.size)
-    rows = step.batch * step.tokens
-    met = 1 - (1 - moe.experts_per_token / moe.num_experts) ** rows
-    copies = rows * moe.experts_per_token
-    tile = min(copies, grouped_matmul._tile_rows(copies, held))
-    load = copies / moe.num_experts
+    copies = step.batch * step.tokens * moe.experts_per_token
+    tile = grouped_loop.tile_rows(copies, held)
+    mean = copies / moe.num_experts
     return {
-        grouped_matmul.grouped_matmul.__name__: held * max(met, load / tile + 0.5 if load > tile else 0),
+        grouped_loop.loop_product.__name__: held * max(load.met / held, mean / tile + 0.5 if mean > tile else 0),
         latent_attention._attend.__name__: float(math.ceil(step.filled / latent_attention.KEY_BLOCK)),
         indexer.choose_positions.__name__: float(math.ceil(step.filled / indexer.KEY_BLOCK)),
     }
+
+
+def kernels(spec: ModelSpec, step: Step) -> dict[str, Kernel]:
+    """Work of the hand-written kernels in a step, by function."""
+    load = expert_load(spec, step)
+
+    def grouped(arrays: Sequence[Shape]) -> tuple[float, float]:
+        codes = max((x for x in arrays if x.bits == 8), key=lambda x: x.bytes).sizes
+        rows = next(x for x in arrays if len(x.sizes) == 2)
+        return grouped_kernel.kernel_work(
+            rows.sizes[0], codes[-3], codes[-2], codes[-1], rows.bits // 8, load.rows, load.met
+        )
+
+    return {grouped_kernel.kernel_product.__name__: grouped}
 
 
 def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
@@ -210,7 +239,7 @@ def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compil
         end, cpu = time.perf_counter(), time.process_time() - cpu
         texts = sorted(Path(dump).glob("*.after_optimizations.txt"), key=lambda path: path.stat().st_size)
         text = texts[-1].read_text() if texts else compiled.as_text() or ""
-    program = Program(text, assumed_rounds(spec, step))
+    program = Program(text, assumed_rounds(spec, step), kernels(spec, step))
     memory: Any = compiled.memory_analysis()
     cost: Any = compiled.cost_analysis() or {}
     counts = Counter((loop.function, loop.rounds, loop.source) for loop in program.loops)

@@ -8,7 +8,7 @@ counted so often.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -35,6 +35,10 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _NO_TRAFFIC = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota"}
 
 
+Kernel = Callable[[Sequence[Shape]], tuple[float, float]]
+"""FLOPs and bytes of a call of a hand-written kernel, from the arrays that it is given."""
+
+
 @dataclass(frozen=True)
 class Loop:
     """A `while` of `computation`.
@@ -59,22 +63,36 @@ class Program:
 
     - `text`: as `Compiled.as_text()` gives it or XLA dumps it after optimization.
     - `assumed`: rounds by function name, of loops whose number only the data tell.
+    - `kernels`: work of hand-written kernels, whose insides the text does not show, by the function that calls them.
     """
 
-    def __init__(self, text: str, assumed: Mapping[str, float | int] | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        assumed: Mapping[str, float | int] | None = None,
+        kernels: Mapping[str, Kernel] | None = None,
+    ) -> None:
         self.computations, self.entry, tables = read_program(text)
-        functions = frame_functions(tables)
+        self._functions, self._kernels = frame_functions(tables), kernels or {}
         self.loops = [
-            self._loop(computation, one, functions, assumed or {})
+            self._loop(computation, one, assumed or {})
             for computation, one in self._instructions(every=True)
             if one.opcode == "while"
         ]
 
-    def _loop(
-        self, where: Computation, one: Instruction, functions: Mapping[int, str], assumed: Mapping[str, float | int]
-    ) -> Loop:
-        frame, known = _FRAME.search(one.attributes), _TRIPS.search(one.attributes)
-        function = functions.get(int(frame[1]), "?") if frame else "?"
+    def _function(self, one: Instruction) -> str:
+        """The Python function that an instruction comes from."""
+        frame = _FRAME.search(one.attributes)
+        return self._functions.get(int(frame[1]), "?") if frame else "?"
+
+    def _work(self, where: Computation, one: Instruction) -> tuple[float, float] | None:
+        """FLOPs and bytes of a hand-written kernel; None of anything else."""
+        own = one.opcode == "custom-call" and ("tpu_custom_call" in one.attributes or "triton" in one.attributes)
+        kernel = self._kernels.get(self._function(one)) if own else None
+        return None if kernel is None else kernel([s for shapes in where.operand_shapes(one) for s in shapes])
+
+    def _loop(self, where: Computation, one: Instruction, assumed: Mapping[str, float | int]) -> Loop:
+        known, function = _TRIPS.search(one.attributes), self._function(one)
         place = where.name, attribute(one, "body"), attribute(one, "condition"), function
         rounds = float(known[1]) if known else self._counted(where, one)
         if rounds is not None:
@@ -124,7 +142,11 @@ class Program:
 
     def product_flops(self) -> float:
         """FLOPs of the matrix products, every round counted."""
-        return sum(self.times[where.name] * product_flops(where, one) for where, one in self._instructions())
+        total = 0.0
+        for where, one in self._instructions():
+            work = self._work(where, one)
+            total += self.times[where.name] * (product_flops(where, one) if work is None else work[0])
+        return total
 
     def traffic(self) -> float:
         """Bytes read from and written to a device's memory, every round counted; of what is sliced only the slice."""
@@ -149,8 +171,10 @@ class Program:
                 for one in computation.instructions.values():
                     yield computation, one
 
-    def _traffic(self, computation: Computation, one: Instruction) -> int:
+    def _traffic(self, computation: Computation, one: Instruction) -> float:
         """Bytes that an instruction reads from and writes to HBM; of what it slices only the slice."""
+        if (work := self._work(computation, one)) is not None:
+            return work[1]
         if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done"):
             return 0
         if one.opcode.endswith("-start"):  # the result holds what is made and what was read, side by side

@@ -99,3 +99,25 @@ def test_results_have_the_dtype_of_the_rows():
     found = tiled(jnp.ones((3, 4), jnp.bfloat16), weights, jnp.array([2, 1]))
     assert found.dtype == jnp.bfloat16
     assert found.tolist() == [[4] * 3, [4] * 3, [8] * 3]
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one layer", "of two layers"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_gradients(packed, stacked):
+    """Against those of the plain form, taken by JAX; packed weights are constants."""
+    sizes = jnp.array([3, 0, 9, 5], jnp.int32)
+    arrays, _ = random_experts(4, packed)
+    weights = jax.tree.map(jnp.asarray, arrays)
+    if stacked:
+        weights = {name: jnp.stack([jnp.zeros_like(x), x]) for name, x in weights.items()} | {"layer": jnp.array(1)}
+    floating = {name: x for name, x in weights.items() if name == "weight"}
+    rng = np.random.default_rng(5)
+    rows, pull = (jnp.asarray(rng.normal(size=(20, n)), jnp.float32) for n in (IN, OUT))
+
+    def loss(form, rows, floating):
+        return jnp.sum(form(rows, weights | floating, sizes) * pull)
+
+    with jax.default_matmul_precision("highest"):
+        found, wanted = (jax.grad(loss, argnums=(1, 2))(form, rows, floating) for form in (grouped_matmul, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), found, wanted)
+    np.testing.assert_array_equal(found[0][17:], 0)

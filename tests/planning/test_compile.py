@@ -57,7 +57,8 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
     assert found.bytes > 0.3 * found.arguments
     rounds = {loop.function: (loop.rounds, loop.source) for loop in found.loops}
     assert rounds["_attend"] == (4, "assumed")
-    assert rounds["grouped_matmul"] == (pytest.approx(16 * (1 - 0.75**8)), "assumed")
+    if pod.platform == "cuda":  # on TPU a kernel: `test_grouped_kernel.py`
+        assert rounds["loop_product"] == (pytest.approx(16 * (1 - 0.75**8)), "assumed")
     seconds, bound = ahead.roofline(pod, found)
     assert bound == "memory"
     assert seconds == found.bytes / pod.bandwidth
@@ -99,7 +100,7 @@ def test_the_command_says_does_not_fit(tmp_path, capsys):
     path.write_text(text.replace("data = 2", "data = 1").replace("1x2x8", "1x1x8"))
     assert main(["compile", "--pod", str(path), "--phase", "decode"]) == 1
     out, err = capsys.readouterr()
-    assert "does not fit, 68.58 GB short: weights and cache alone" in out
+    assert "does not fit, 59.27 GB short: weights and cache alone" in out
     assert "nothing was compiled" in out
     assert err.endswith("kimi-jax: kimi-k3 (93 layers) on h200-8: decode does not fit\n")
     assert main(["compile", "--pod", str(path), "--json"]) == 1
