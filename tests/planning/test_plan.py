@@ -55,8 +55,7 @@ def test_weights_of_a_device(k3):
     split = placement.weights["split over data × tensor"]
     assert split == EXPERTS // 8
     whole = (
-        92 * (896 * 7168 * 2 + 896 * 4)  # routers
-        + 92 * (2 * 7168 * 3584 + 3584) * 2  # latent projections and their norm
+        92 * (896 * 4 + 3584 * 2)  # the routers' biases, the norms of the experts' sums
         + 24 * ((1536 + 576) * 7168 + 1536 + 512) * 2  # the MLA layers' down projections and norms
         + 69 * (128 * 7168 * 2 + 128 * 4)  # the forget gates' down projections, the heads' norm
         + 8_042_496  # norms and residual mixes
