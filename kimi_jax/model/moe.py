@@ -100,14 +100,18 @@ class LatentMoE(nnx.Module):
         moe = self.config.moe
         index, weight = self.route(x, choice)
         sent = jnp.where(call.real[..., None], index, moe.num_experts)
-        z = x if moe.latent_width is None else self.routed_expert_down_proj(x)
+        tokens = divided("tokens", x.shape[1])
+        z = x
+        if moe.latent_width is not None:
+            # Fixed here, or the whole projection would be gathered to make all of z on every device.
+            z = constrain("latent input", self.routed_expert_down_proj(x), ("batch", tokens, "latent"))
         apply = partial(routed_experts, activate=gated_activation(self.config))
         experts = self.experts.arrays(call.round)
         out = expert_parallel(apply, z, sent, weight, experts, moe.num_experts).astype(x.dtype)
         if moe.latent_width is not None:
             if moe.latent_norm:
                 out = self.routed_expert_norm(out)
-            out = self.routed_expert_up_proj(out)
+            out = self.routed_expert_up_proj(constrain("latent output", out, ("batch", tokens, "latent")))
         if moe.num_shared:
             out = out + self.shared_experts(x)
         return out, index, weight
