@@ -32,7 +32,9 @@ def _parts(weights: Mapping[str, Array], expert: Array, dtype: jnp.dtype) -> tup
     """One expert's matrix as those of the columns 0, n, 2n, …; 1, n + 1, …, with n = 2 where it is packed, else 1."""
     own = one_matrix(weights, expert)
     if "weight" in own:
-        return (own["weight"].astype(dtype),)
+        matrix = own["weight"]
+        # Behind a barrier: the compiler would convert all experts first and slice what it made.
+        return (matrix if matrix.dtype == dtype else jax.lax.optimization_barrier(matrix).astype(dtype),)
     packed = own["weight_packed"]
     scale = jnp.repeat(scale_values(own["weight_scale"]), BYTES_OF_SCALE, axis=-1)
     return tuple((code_values(half) * scale).astype(dtype) for half in (packed & 15, packed >> 4))
@@ -47,13 +49,13 @@ class _Tiles(NamedTuple):
     """Of tile t: its expert, the row it starts at, and which of its rows are the expert's."""
 
 
-def tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: near the mean load of an expert, a power of two between 8 and 256."""
-    return min(rows, 256, max(8, 1 << (rows // max(1, experts)).bit_length()))
+def tile_rows(rows: int, experts: int, least: int = 8) -> int:
+    """Rows of a tile: the power of two next to the mean load of an expert, between `least` and 256."""
+    return min(rows, 256, max(least, 1 << max(0, (4 * rows // (3 * experts)).bit_length() - 1)))
 
 
-def _tiles(total: int, group_sizes: Array) -> _Tiles:
-    size = tile_rows(total, group_sizes.shape[0])
+def _tiles(total: int, group_sizes: Array, least: int) -> _Tiles:
+    size = tile_rows(total, group_sizes.shape[0], least)
     ends = jnp.cumsum(group_sizes)
     tiles = jax.lax.div(group_sizes + (size - 1), jnp.asarray(size, group_sizes.dtype))
     last_tiles = jnp.cumsum(tiles)
@@ -71,11 +73,19 @@ def _tiles(total: int, group_sizes: Array) -> _Tiles:
 
 
 def loop_product(
-    rows: Float[Array, "M I"], weights: Mapping[str, Array], group_sizes: Int[Array, " E"], *, transposed: bool = False
+    rows: Float[Array, "M I"],
+    weights: Mapping[str, Array],
+    group_sizes: Int[Array, " E"],
+    *,
+    transposed: bool = False,
+    least: int = 8,
 ) -> Float[Array, "M O"]:
-    """`out[r] = W[expert of r] · rows[r]`, or with the transposed matrices; rows behind the last group are zero."""
+    """`out[r] = W[expert of r] · rows[r]`, or with the transposed matrices; rows behind the last group are zero.
+
+    `least`: rows of a tile at least, however few an expert has.
+    """
     total = rows.shape[0]
-    tiles = _tiles(total, group_sizes)
+    tiles = _tiles(total, group_sizes, least)
     parts = jax.eval_shape(lambda: _parts(weights, jnp.zeros((), group_sizes.dtype), rows.dtype))
     count, (outputs, width) = len(parts), parts[0].shape
     inputs = (rows,) * count if transposed else tuple(rows[:, i::count] for i in range(count))
@@ -108,7 +118,7 @@ def loop_weight_gradient(
 ) -> Float[Array, "*lead E O I"]:
     """`Σ_r gradient[r] ⊗ rows[r]` over each expert's rows, in the shape and dtype of `weights["weight"]`."""
     stack = weights["weight"]
-    tiles = _tiles(rows.shape[0], group_sizes)
+    tiles = _tiles(rows.shape[0], group_sizes, least=8)
 
     def one_tile(t: Array, out: Array) -> Array:
         expert, start, own = tiles.bounds(t)

@@ -102,7 +102,11 @@ _product.defvjp(_forward, _backward)
 def _either(rows: Array, weights: ExpertWeights, group_sizes: Array, *, transposed: bool) -> Array:
     """Products with the matrices or the transposed ones, by the form that suits machine and arrays."""
     loop = partial(loop_product, transposed=transposed)
-    if "weight" in weights or not fits_kernel(weights["weight_packed"].shape):
+    if "weight" in weights:
+        # A CPU multiplies a single row as it reads the matrix, and copies the matrix for several.
+        single = partial(loop, least=1)
+        return jax.lax.platform_dependent(rows, weights, group_sizes, cpu=single, default=loop)
+    if not fits_kernel(weights["weight_packed"].shape):
         return loop(rows, weights, group_sizes)
     kernel = partial(kernel_product, transposed=transposed)
     return jax.lax.platform_dependent(rows, weights, group_sizes, tpu=kernel, default=loop)

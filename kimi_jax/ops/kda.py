@@ -7,28 +7,28 @@ The state `S` of a head is `[K, V]`, zero at the start, and a token does
 with `g ≤ 0` the log decay of each key channel, `β` the write strength, `k` and `q` of unit length, `q` scaled by
 K^-1/2. Everything here runs in float32 at least: a state kept in bfloat16 drifts.
 
-The chunk form handles `CHUNK` tokens at a time with matrix products. Every exponent in it is a *sum* of log
-decays over a stretch of tokens, hence ≤ 0, and never a difference of two running sums: nothing overflows, and
-a strong decay costs no digits of a weak one beside it. With D[t,s] = exp(Σ_{s<u≤t} g_u) a channel,
+The chunk form handles `CHUNK` tokens at a time with matrix products, and what does not need the state for all chunks at
+once. Every decay in it is a *product* of the tokens' own, over a stretch of tokens, and never a quotient of two running
+products: nothing overflows, and a strong decay costs no digits of a weak one beside it. With D[t,s] = exp(Σ_{s<u≤t} g_u) a channel,
 
     Aqk = tril(Σ_K q k D),   Akk = tril(β_t Σ_K k k D, −1),   T = (I + Akk)⁻¹ diag(β)
     W = T (exp(P) ∘ k),   U = T v,   V' = U − W S
     o = (exp(P) ∘ q) S + Aqk V',   S' = diag(exp(P_last)) S + (exp(P_last − P) ∘ k)ᵀ V'
 
-where P is the running sum inside the chunk. D is built from blocks of `BLOCK` tokens: pairwise inside a
-block, and between blocks from the end of the earlier to the start of the later one.
+where P is the running sum inside the chunk.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from kimi_jax.ops.norms import along_last, at_least_float32
 
+SPAN = 256
+"""Tokens whose chunks are prepared at the same time: what a call holds does not grow with its tokens."""
 CHUNK = 64
 BLOCK = 16
 
@@ -121,7 +121,25 @@ def kda_chunked(
 
     **Returns:** the read-outs and the state after the last token.
     """
-    batch, tokens, heads, _ = q.shape
+    tokens = q.shape[1]
+    if tokens > SPAN:
+        spans = -(-tokens // SPAN)
+        padding = [(0, 0), (0, spans * SPAN - tokens)]
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
+            return jnp.moveaxis(x.reshape((x.shape[0], spans, SPAN, *x.shape[2:])), 1, 0)
+
+        state, out = jax.lax.scan(_next_span, state, tuple(cut(x) for x in (q, k, v, g, beta)))
+        out = jnp.moveaxis(out, 0, 1)
+        return out.reshape((out.shape[0], spans * SPAN, *out.shape[3:]))[:, :tokens], state
+    state, out = _next_span(state, (q, k, v, g, beta))
+    return out, state
+
+
+def _next_span(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+    """At most `SPAN` tokens: everything but the recurrence for all of their chunks at the same time."""
+    batch, tokens, heads, _ = inputs[0].shape
     # A short call takes one short chunk: 61 tokens of padding behind 3 real ones would be waste.
     chunk = next(size for size in (BLOCK, 2 * BLOCK, CHUNK) if size >= min(tokens, CHUNK))
     chunks = -(-tokens // chunk)
@@ -130,65 +148,110 @@ def kda_chunked(
     def split(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape((batch, chunks, chunk, *x.shape[2:]))
-        return jnp.moveaxis(x, (1, 3), (0, 2))  # [chunks, B, N, chunk, ...]
+        return jnp.moveaxis(x, (1, 3), (0, 2)).reshape((-1, chunk, *x.shape[4:]))  # [chunks · B · N, chunk, …]
 
-    state, out = jax.lax.scan(_chunk_step, state, tuple(split(x) for x in (q, k, v, g, beta)))
-    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape((batch, chunks * chunk, heads, v.shape[-1]))
-    return out[:, :tokens], state
-
-
-def _chunk_step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-    """One chunk: inputs `[B, N, chunk, ...]`, state `[B, N, K, V]`."""
-    q, k, v, g, beta = inputs
-    chunk = q.shape[2]
-
-    def in_blocks(x: Array) -> Array:
-        return x.reshape((*x.shape[:2], chunk // BLOCK, BLOCK, x.shape[-1]))
-
-    # Log decays, each summed over its own stretch of tokens; axes [B, N, block, token in block, K].
-    steps, keys = in_blocks(g), in_blocks(k)
-    before = _sums(steps, lambda t, u: u <= t)  # from the block's start up to and including the token
-    after = _sums(steps, lambda t, u: u > t)  # from behind the token to the block's end
-    whole = jnp.sum(steps, axis=3)  # the block's sum [B, N, block, K]
-    within = jnp.exp(_stretch_sums(steps, lambda t, s, u: (s < u) & (u <= t)))  # [B, N, block, t, s, K]
-    between = _stretch_sums(whole, lambda t, s, u: (s < u) & (u < t))  # of whole blocks [B, N, t, s, K]
-
-    # Keys of block s, carried to the start of a later block t: [B, N, t, s, token, K].
-    carried = jnp.exp(after[:, :, None] + between[:, :, :, :, None]) * keys[:, :, None]
-
-    def scores(x: Array) -> Array:
-        """Σ_K x_t k_s D[t,s] as [B, N, chunk, chunk]; only s ≤ t is meant."""
-        x = in_blocks(x)
-        same = jnp.sum(x[..., :, None, :] * keys[..., None, :, :] * within, axis=-1)
-        earlier = _einsum("bnctk,bncdsk->bnctds", x * jnp.exp(before), carried)
-        own = jnp.eye(chunk // BLOCK, dtype=bool)[None, None, :, None, :, None]
-        return jnp.where(own, same[:, :, :, :, None, :], earlier).reshape((*q.shape[:3], chunk))
-
-    attention = jnp.tril(scores(q))
-    overlap = jnp.tril(scores(k), -1) * beta[..., None]
-
-    # The same sums from the chunk's start and to its end.
-    from_start = jnp.exp(_sums(whole, lambda t, u: u < t)[:, :, :, None] + before).reshape(g.shape)
-    to_end = jnp.exp(after + _sums(whole, lambda t, u: u > t)[:, :, :, None]).reshape(g.shape)
-
-    transform = invert_unit_lower(overlap) * beta[..., None, :]
-    w = _einsum("bnts,bnsk->bntk", transform, from_start * k)
-    written = _einsum("bnts,bnsv->bntv", transform, v) - _einsum("bntk,bnkv->bntv", w, state)
-    out = _einsum("bntk,bnkv->bntv", from_start * q, state) + _einsum("bnts,bnsv->bntv", attention, written)
-    decay = jnp.exp(jnp.sum(g, axis=2))[..., None]
-    return state * decay + _einsum("bntk,bntv->bnkv", to_end * k, written), out
+    inner = _inside_chunks(*(split(x) for x in inputs))
+    inner = jax.tree.map(lambda x: x.reshape((chunks, batch, heads, *x.shape[1:])), inner)
+    state, out = jax.lax.scan(_next_chunk, state, inner)
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape((batch, chunks * chunk, heads, -1))
+    return state, out[:, :tokens]
 
 
-def _sums(x: Float[Array, "*lead n K"], summed: Callable[..., np.ndarray]) -> Float[Array, "*lead n K"]:
-    """Entry t is the sum of `x` over the u for which `summed(t, u)`, as a product with zeros and ones."""
-    t, u = np.indices((x.shape[-2],) * 2)
-    return _einsum("...uk,tu->...tk", x, summed(t, u).astype(x.dtype))
+class _Chunk(NamedTuple):
+    """What a chunk does, whatever the state it meets; one entry a token of the chunk but for `decay`."""
+
+    queries: Float[Array, "*lead C K"]
+    """exp(P) ∘ q."""
+    removed: Float[Array, "*lead C K"]
+    """W, what is read from the state and taken off the values."""
+    values: Float[Array, "*lead C V"]
+    """U."""
+    attention: Float[Array, "*lead C C"]
+    """Aqk."""
+    keys: Float[Array, "*lead C K"]
+    """exp(P_last − P) ∘ k."""
+    decay: Float[Array, "*lead K"]
+    """exp(P_last)."""
 
 
-def _stretch_sums(x: Float[Array, "*lead n K"], summed: Callable[..., np.ndarray]) -> Float[Array, "*lead n n K"]:
-    """Entry (t, s) is the sum of `x` over the u for which `summed(t, s, u)`."""
-    t, s, u = np.indices((x.shape[-2],) * 3)
-    return _einsum("...uk,tsu->...tsk", x, summed(t, s, u).astype(x.dtype))
+def _next_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    """The only part that waits for the chunk before: state `[B, N, K, V]`."""
+    written = chunk.values - chunk.removed @ state
+    out = chunk.queries @ state + chunk.attention @ written
+    return state * chunk.decay[..., None] + jnp.swapaxes(chunk.keys, -1, -2) @ written, out
+
+
+def _inside_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
+    """All chunks of all heads at the same time; arrays `[G, C, K]`, `beta` `[G, C]`."""
+    attention, overlap, decays = _pair_scores(q, k, jnp.exp(g))
+    transform = invert_unit_lower(overlap * beta[..., None]) * beta[..., None, :]
+    return _Chunk(
+        queries=decays.before * q,
+        removed=_einsum("gts,gsk->gtk", transform, decays.before * k),
+        values=_einsum("gts,gsv->gtv", transform, v),
+        attention=attention,
+        keys=decays.after * k,
+        decay=decays.whole[:, 0],
+    )
+
+
+class _Decays(NamedTuple):
+    """Decays inside stretches of tokens, `[G, stretches · tokens, K]`, and of whole ones, `[G, stretches, K]`.
+
+    `before`: from the stretch's start up to and including the token; `after`: from behind the token to its end.
+    """
+
+    before: Array
+    after: Array
+    whole: Array
+
+
+def _pair_scores(
+    q: Float[Array, "G C K"], k: Float[Array, "G C K"], decay: Float[Array, "G C K"]
+) -> tuple[Float[Array, "G C C"], Float[Array, "G C C"], _Decays]:
+    """`Σ_K q_t k_s D[t,s]` for s ≤ t, `Σ_K k_t k_s D[t,s]` for s < t, zeros elsewhere; and the decays of the chunks.
+
+    Stretches of one token are joined in pairs until the chunk is one. The scores between the two of a pair are a matrix
+    product, for D[t,s] is the decay from behind s to the first's end times that from the second's start to t.
+    """
+    groups, chunk, width = decay.shape
+    decays = _Decays(decay, jnp.ones_like(decay), decay)
+    attention = jnp.sum(q * k, axis=-1)[..., None, None]  # [G, stretches, t, s]
+    overlap = jnp.zeros_like(attention)
+    size = 1
+
+    def halves(x: Array) -> tuple[Array, Array]:
+        """First and second stretches of the pairs, `[G, pairs, tokens, K]`."""
+        x = x.reshape((groups, -1, 2, x.shape[1] // (chunk // size), width))
+        return x[:, :, 0], x[:, :, 1]
+
+    def join(first: Array, second: Array) -> Array:
+        return jnp.concatenate([first, second], axis=2).reshape((groups, -1, width))
+
+    while size < chunk:
+        (before, before_second), (after_first, after) = halves(decays.before), halves(decays.after)
+        whole_first, whole_second = halves(decays.whole)
+        carried = after_first * halves(k)[0]
+        attention = _join_scores(attention, halves(q)[1] * before_second, carried)
+        overlap = _join_scores(overlap, halves(k)[1] * before_second, carried)
+        decays = _Decays(
+            join(before, before_second * whole_first),
+            join(after_first * whole_second, after),
+            (whole_first * whole_second)[:, :, 0],
+        )
+        size *= 2
+    return attention[:, 0], overlap[:, 0], decays
+
+
+def _join_scores(
+    scores: Float[Array, "G n h h"], second: Float[Array, "G p h K"], carried: Float[Array, "G p h K"]
+) -> Float[Array, "G p m m"]:
+    """Scores of pairs of stretches: those inside each, those of the second's tokens with the first's keys, zeros."""
+    groups, pairs, size, _ = second.shape
+    inside = scores.reshape((groups, pairs, 2, size, size))
+    between = _einsum("gptk,gpsk->gpts", second, carried)
+    upper = jnp.concatenate([inside[:, :, 0], jnp.zeros_like(between)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([between, inside[:, :, 1]], axis=-1)], axis=-2)
 
 
 def invert_unit_lower(strict: Float[Array, "*lead n n"]) -> Float[Array, "*lead n n"]:
