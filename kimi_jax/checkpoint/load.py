@@ -16,7 +16,7 @@ from kimi_jax.checkpoint.manifest import is_converted
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.model import Model, ModelSpec, nest, param_layout
+from kimi_jax.model.model import Model, ModelSpec, Params, nest, param_layout
 from kimi_jax.parallel.expert_parallel import STRATEGIES
 from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
@@ -59,17 +59,10 @@ def load_model(
     `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right,
     and a conversion that is not finished is refused. `ValueError` for `dtype` and `layers`.
     """
-    check_mesh(mesh)
-    compute = _compute_dtype(dtype)
-    if expert_strategy not in STRATEGIES:
-        raise ValueError(f"expert_strategy {expert_strategy!r} is none of {', '.join(STRATEGIES)}")
     if loop and layers is not None:
         raise ValueError("loop is for whole models: leave it out when choosing layers")
-    source = open_source(directory)
-    if loop is None:
-        devices = jax.devices() if mesh is None else mesh.devices.flat
-        loop = layers is None and devices[0].platform != "cpu"
-    declared = param_layout(source.config, loop)
+    source, spec = _open(directory, mesh, dtype, expert_strategy, False if layers is not None else loop)
+    declared = param_layout(spec.config, spec.loop)
     shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
     present = _check_layers(layers, source.config)
     wanted = {key: names for key, (_, _, names) in declared.items() if _is_wanted(key, present)}
@@ -84,12 +77,43 @@ def load_model(
         if progress is not None:
             progress(placed, total)
     return Model(
-        spec=ModelSpec(source.config, mesh, compute, expert_strategy, loop),
+        spec=spec,
         params=nest(params),
         stop_ids=source.stop_ids,
         vision_tensors=source.vision_tensors,
         absent_layers=tuple(layer for layer in range(source.config.num_layers) if layer not in present),
     )
+
+
+def declared_model(
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = "bfloat16",
+    expert_strategy: str = "auto",
+    loop: bool | None = None,
+) -> tuple[ModelSpec, Params]:
+    """What `load_model` would load: its `spec`, and parameters of which shapes, dtypes and shardings are known."""
+    source, spec = _open(directory, mesh, dtype, expert_strategy, loop)
+    params = {
+        key: jax.ShapeDtypeStruct(x.shape, source.dtype(names[0]), sharding=array_sharding(key, x.shape, axes, mesh))
+        for key, (x, axes, names) in param_layout(spec.config, spec.loop).items()
+    }
+    return spec, nest(params)
+
+
+def _open(
+    directory: str | Path, mesh: Mesh | None, dtype: DTypeLike, expert_strategy: str, loop: bool | None
+) -> tuple[ParamSource, ModelSpec]:
+    check_mesh(mesh)
+    compute = _compute_dtype(dtype)
+    if expert_strategy not in STRATEGIES:
+        raise ValueError(f"expert_strategy {expert_strategy!r} is none of {', '.join(STRATEGIES)}")
+    source = open_source(directory)
+    if loop is None:
+        devices = jax.devices() if mesh is None else mesh.devices.flat
+        loop = devices[0].platform != "cpu"
+    return source, ModelSpec(source.config, mesh, compute, expert_strategy, loop)
 
 
 def open_source(directory: str | Path) -> ParamSource:

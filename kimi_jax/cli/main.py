@@ -9,6 +9,8 @@ import tyro
 from kimi_jax import __version__
 from kimi_jax.chat.tokenizer import TokenizerError
 from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.cli.bench import Bench, Warmup
+from kimi_jax.cli.compilation_cache import use_compilation_cache
 from kimi_jax.cli.compile import Compile
 from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
@@ -32,6 +34,8 @@ Command = (
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Warmup, tyro.conf.subcommand("warmup")]
 )
 
 
@@ -48,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args=list(arguments) or ["--help"],
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
+    if not isinstance(command, Compile):  # which measures the compiler
+        use_compilation_cache()
     try:
         command.run()
         finish()

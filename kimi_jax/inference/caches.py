@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def init_cache(model: Model, batch: int, max_len: int) -> Cache:
     return replace(make(), identity=identity)
 
 
+@lru_cache(maxsize=64)
 def cache_placement(spec: ModelSpec, batch: int, max_len: int) -> tuple[Cache, Cache]:
     """A `Cache` of shapes and dtypes, and one of shardings."""
     layout, axes = cache_layout(spec.config, spec.dtype, batch, max_len, spec.loop)
@@ -75,7 +76,7 @@ def check_cache(model: Model, cache: Cache, batch: int) -> None:
     """Refuses a cache whose rows, shapes, dtypes or devices are not those of `model`."""
     if cache.batch != batch:
         raise ValueError(f"{batch} rows of tokens, but the cache has {cache.batch}")
-    if _layout(cache) != _layout(cache_placement(model.spec, batch, cache.max_len)[0]):
+    if not _same_layout(cache, cache_placement(model.spec, batch, cache.max_len)[0]):
         raise CacheError(
             "the cache was made for another model or dtype, or for one with another `loop`; make one with init_cache"
         )
@@ -191,6 +192,15 @@ def _named(cache: Cache) -> dict[str, Any]:
 
 def _map_named(function: Callable[..., Any], cache: Cache, *others: Cache) -> Cache:
     return jax.tree_util.tree_map_with_path(lambda path, *x: function(_name(path), *x), cache, *others)
+
+
+def _same_layout(cache: Cache, wanted: Cache) -> bool:
+    """As comparing `_layout`, but quick: this runs once a token."""
+    try:
+        same = jax.tree.map(lambda x, y: x.shape == y.shape and x.dtype == y.dtype, cache, wanted)
+    except ValueError:  # other layers
+        return False
+    return all(jax.tree.leaves(same))
 
 
 def _layout(cache: Cache) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ from kimi_jax.model.kda import KimiDeltaAttention
 from kimi_jax.model.layers import MLP, Linear, Norm
 from kimi_jax.model.mla import MultiHeadLatentAttention
 from kimi_jax.model.moe import LatentMoE
+from kimi_jax.model.parts import part
 from kimi_jax.ops.attn_res import Bank, mix_residuals, save_block
 from kimi_jax.parallel.sharding import constrain, divided
 
@@ -79,7 +80,8 @@ class DecoderLayer(nnx.Module):
         h = prefix if bank is None else self._mix(prefix, bank, "self_attention")
         bank = None if bank is None else save_block(bank, prefix, starts_block)
         attn_in = self.input_layernorm(h)
-        attn_out, cache = self.self_attn(attn_in, call, cache)
+        with part("kda" if isinstance(self.self_attn, KimiDeltaAttention) else "mla"):
+            attn_out, cache = self.self_attn(attn_in, call, cache)
         if isinstance(starts_block, bool):
             prefix = attn_out if starts_block else prefix + attn_out
         else:
@@ -90,10 +92,12 @@ class DecoderLayer(nnx.Module):
         if self.has_experts:
             mlp_out, index, weight = self.block_sparse_moe(mlp_in, call, choice)
         else:
-            mlp_out = self.mlp(mlp_in)
+            with part("mlp"):
+                mlp_out = self.mlp(mlp_in)
         prefix = constrain("hidden", prefix + mlp_out, ("batch", divided("tokens", prefix.shape[1]), None))
         return prefix, bank, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight, cache)
 
-    def _mix(self, prefix: Array, bank: Bank, part: str) -> Array:
-        proj = getattr(self, f"{part}_res_proj").weight[...][0]
-        return mix_residuals(prefix, bank, proj, getattr(self, f"{part}_res_norm").weight[...], self.config.norm_eps)
+    def _mix(self, prefix: Array, bank: Bank, before: str) -> Array:
+        proj, norm = (getattr(self, f"{before}_res_{name}").weight[...] for name in ("proj", "norm"))
+        with part("residuals"):
+            return mix_residuals(prefix, bank, proj[0], norm, self.config.norm_eps)

@@ -1,6 +1,6 @@
 """The latent mixture of experts."""
 
-from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.config import MXFP4_GROUP, ModelConfig
 from kimi_jax.model.call import Call
 from kimi_jax.model.layers import F32, MLP, U8, Linear, Norm, gated_activation, parameter
+from kimi_jax.model.parts import part
 from kimi_jax.ops.routed_experts import routed_experts
 from kimi_jax.ops.router import choose_experts, expert_weights, router_scores
 from kimi_jax.parallel.expert_parallel import expert_parallel
@@ -98,20 +99,29 @@ class LatentMoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Returns the output, the chosen experts and their weights; padding goes to no expert."""
         moe = self.config.moe
-        index, weight = self.route(x, choice)
+        with part("router"):
+            index, weight = self.route(x, choice)
         sent = jnp.where(call.real[..., None], index, moe.num_experts)
         tokens = divided("tokens", x.shape[1])
         z = x
         if moe.latent_width is not None:
             # Fixed here, or the whole projection would be gathered to make all of z on every device.
-            z = constrain("latent input", self.routed_expert_down_proj(x), ("batch", tokens, "latent"))
-        apply = partial(routed_experts, activate=gated_activation(self.config))
+            with part("latent"):
+                z = constrain("latent input", self.routed_expert_down_proj(x), ("batch", tokens, "latent"))
+
+        def apply(rows: Array, chosen: Array, share: Array, own: Any, first: Array | int) -> Array:
+            with part("experts"):
+                return routed_experts(rows, chosen, share, own, first, gated_activation(self.config))
+
         experts = self.experts.arrays(call.round)
-        out = expert_parallel(apply, z, sent, weight, experts, moe.num_experts).astype(x.dtype)
+        with part("dispatch"):
+            out = expert_parallel(apply, z, sent, weight, experts, moe.num_experts).astype(x.dtype)
         if moe.latent_width is not None:
-            if moe.latent_norm:
-                out = self.routed_expert_norm(out)
-            out = self.routed_expert_up_proj(constrain("latent output", out, ("batch", tokens, "latent")))
+            with part("latent"):
+                if moe.latent_norm:
+                    out = self.routed_expert_norm(out)
+                out = self.routed_expert_up_proj(constrain("latent output", out, ("batch", tokens, "latent")))
         if moe.num_shared:
-            out = out + self.shared_experts(x)
+            with part("shared_experts"):
+                out = out + self.shared_experts(x)
         return out, index, weight

@@ -12,6 +12,7 @@ from kimi_jax.model.call import make_call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
 from kimi_jax.model.layers import Embedding, Linear, Norm
 from kimi_jax.model.loop import Choices, run_loop, starts_block
+from kimi_jax.model.parts import part as named
 from kimi_jax.model.segments import segments
 from kimi_jax.ops.attn_res import Bank, mix_residuals
 from kimi_jax.ops.norms import wide_dtype
@@ -68,7 +69,8 @@ class Transformer(nnx.Module):
         - `seen`: whether to keep traces.
         """
         call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths)
-        prefix = self.embed_tokens(tokens, self.dtype)
+        with named("embedding"):
+            prefix = self.embed_tokens(tokens, self.dtype)
         bank = self._empty_bank(prefix)
         given = choice or {}
         caches: list[LayerCache] = []
@@ -91,7 +93,8 @@ class Transformer(nnx.Module):
                 caches += after
         if bank is not None:
             proj, norm = self.output_attn_res_proj.weight[...][0], self.output_attn_res_norm.weight[...]
-            prefix = mix_residuals(prefix, bank, proj, norm, self.config.norm_eps)
+            with named("residuals"):
+                prefix = mix_residuals(prefix, bank, proj, norm, self.config.norm_eps)
         return Output(prefix, tuple(caches), tuple(traces.values()))
 
     def _empty_bank(self, prefix: Array) -> Bank | None:
@@ -103,8 +106,9 @@ class Transformer(nnx.Module):
 
     def logits(self, final_hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead W"]:
         """`lm_head(norm(h))` in float32 at least, over the axis "vocab"."""
-        h = self.norm(final_hidden)
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        wide: Any = wide_dtype(h.dtype)
-        out = jnp.einsum("...d,wd->...w", h, head.weight[...].astype(h.dtype), preferred_element_type=wide)
+        with named("head"):
+            h = self.norm(final_hidden)
+            wide: Any = wide_dtype(h.dtype)
+            out = jnp.einsum("...d,wd->...w", h, head.weight[...].astype(h.dtype), preferred_element_type=wide)
         return constrain("logits", out, ("batch", *(None,) * (out.ndim - 2), "vocab"))

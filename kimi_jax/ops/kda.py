@@ -9,7 +9,8 @@ K^-1/2. Everything here runs in float32 at least: a state kept in bfloat16 drift
 
 The chunk form handles `CHUNK` tokens at a time with matrix products, and what does not need the state for all chunks at
 once. Every decay in it is a *product* of the tokens' own, over a stretch of tokens, and never a quotient of two running
-products: nothing overflows, and a strong decay costs no digits of a weak one beside it. With D[t,s] = exp(Σ_{s<u≤t} g_u) a channel,
+products: nothing overflows, and a strong decay costs no digits of a weak one beside it. With
+D[t,s] = exp(Σ_{s<u≤t} g_u) a channel,
 
     Aqk = tril(Σ_K q k D),   Akk = tril(β_t Σ_K k k D, −1),   T = (I + Akk)⁻¹ diag(β)
     W = T (exp(P) ∘ k),   U = T v,   V' = U − W S

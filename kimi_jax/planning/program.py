@@ -76,7 +76,7 @@ class Program:
         self._functions, self._kernels = frame_functions(tables), kernels or {}
         self.loops = [
             self._loop(computation, one, assumed or {})
-            for computation, one in self._instructions(every=True)
+            for computation, one in self.instructions(every=True)
             if one.opcode == "while"
         ]
 
@@ -128,7 +128,7 @@ class Program:
     def collectives(self) -> dict[str, tuple[float, float]]:
         """Operations and bytes a device by kind: of each the larger of what goes in and what comes out."""
         found: dict[str, tuple[float, float]] = {}
-        for computation, one in self._instructions():
+        for computation, one in self.instructions():
             kind = one.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 outs = [sum(s.bytes for s in read_shapes(part)) for part in tuple_parts(one.shape)]
@@ -143,7 +143,7 @@ class Program:
     def product_flops(self) -> float:
         """FLOPs of the matrix products, every round counted."""
         total = 0.0
-        for where, one in self._instructions():
+        for where, one in self.instructions():
             work = self._work(where, one)
             total += self.times[where.name] * (product_flops(where, one) if work is None else work[0])
         return total
@@ -152,7 +152,7 @@ class Program:
         """Bytes read from and written to a device's memory, every round counted; of what is sliced only the slice."""
         return sum(
             self.times[computation.name] * self._traffic(computation, one)
-            for computation, one in self._instructions()
+            for computation, one in self.instructions()
             if computation.name not in self._fused
         )
 
@@ -160,12 +160,13 @@ class Program:
     def _fused(self) -> set[str]:
         """Computations whose values never leave the chip: insides of fusions, and reducers."""
         inside: set[str] = set()
-        for _, one in self._instructions(every=True):
+        for _, one in self.instructions(every=True):
             if one.opcode == "fusion" or ("to_apply=" in one.attributes and one.opcode != "call"):
                 inside.update(called_by(one))
         return inside
 
-    def _instructions(self, every: bool = False) -> Iterator[tuple[Computation, Instruction]]:
+    def instructions(self, every: bool = False) -> Iterator[tuple[Computation, Instruction]]:
+        """Those that run, with the computation that each stands in; `every`: of computations that never run too."""
         for name, computation in self.computations.items():
             if every or self.times[name]:
                 for one in computation.instructions.values():
