@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kimi_jax.ops.norms import along_last, at_least_float32
@@ -184,42 +185,61 @@ def _next_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
 
 def _inside_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
     """All chunks of all heads at the same time; arrays `[G, C, K]`, `beta` `[G, C]`."""
-    attention, overlap, decays = _pair_scores(q, k, jnp.exp(g))
-    transform = invert_unit_lower(overlap * beta[..., None]) * beta[..., None, :]
+    # A CPU joins single tokens for less than their exponentials cost; elsewhere arrays of few tokens fill no register.
+    forms = {"cpu": 1, "default": BLOCK}
+    whole = jax.lax.platform_dependent(q, k, g, **{name: partial(_pair_scores, size=n) for name, n in forms.items()})
+    transform = invert_unit_lower(whole.overlap[:, 0] * beta[..., None]) * beta[..., None, :]
     return _Chunk(
-        queries=decays.before * q,
-        removed=_einsum("gts,gsk->gtk", transform, decays.before * k),
+        queries=whole.before * q,
+        removed=_einsum("gts,gsk->gtk", transform, whole.before * k),
         values=_einsum("gts,gsv->gtv", transform, v),
-        attention=attention,
-        keys=decays.after * k,
-        decay=decays.whole[:, 0],
+        attention=whole.attention[:, 0],
+        keys=whole.after * k,
+        decay=whole.whole[:, 0],
     )
 
 
-class _Decays(NamedTuple):
-    """Decays inside stretches of tokens, `[G, stretches · tokens, K]`, and of whole ones, `[G, stretches, K]`.
+class _Stretches(NamedTuple):
+    """What is known of n stretches of h tokens each: scores of their pairs, and decays.
 
-    `before`: from the stretch's start up to and including the token; `after`: from behind the token to its end.
+    - `attention`: `Σ_K q_t k_s D[t,s]` for s ≤ t of the same stretch, `[G, n, h, h]`, zero above. `overlap`: of k and
+        k, for s < t.
+    - `before`: decay from the stretch's start up to and including the token, `[G, n·h, K]`; `after`: from behind the
+        token to its end. `whole`: of all of it, `[G, n, K]`.
     """
 
+    attention: Array
+    overlap: Array
     before: Array
     after: Array
     whole: Array
 
 
-def _pair_scores(
-    q: Float[Array, "G C K"], k: Float[Array, "G C K"], decay: Float[Array, "G C K"]
-) -> tuple[Float[Array, "G C C"], Float[Array, "G C C"], _Decays]:
-    """`Σ_K q_t k_s D[t,s]` for s ≤ t, `Σ_K k_t k_s D[t,s]` for s < t, zeros elsewhere; and the decays of the chunks.
+def _stretches(q: Float[Array, "G C K"], k: Float[Array, "G C K"], g: Float[Array, "G C K"], size: int) -> _Stretches:
+    """Stretches of `size` tokens, pair by pair."""
 
-    Stretches of one token are joined in pairs until the chunk is one. The scores between the two of a pair are a matrix
-    product, for D[t,s] is the decay from behind s to the first's end times that from the second's start to t.
+    def cut(x: Array) -> Array:
+        return x.reshape((x.shape[0], -1, size, x.shape[-1]))
+
+    steps, keys, (t, s, u) = cut(g), cut(k), np.indices((size,) * 3)
+    between = _einsum("gnuk,tsu->gntsk", steps, ((s < u) & (u <= t)).astype(g.dtype))
+    carried = jnp.exp(between) * keys[:, :, None]
+    attention, overlap = (jnp.sum(cut(x)[:, :, :, None] * carried, axis=-1) for x in (q, k))
+    t, u = np.indices((size,) * 2)
+    before, after = (
+        jnp.exp(_einsum("gnuk,tu->gntk", steps, summed.astype(g.dtype))).reshape(g.shape) for summed in (u <= t, u > t)
+    )
+    return _Stretches(jnp.tril(attention), jnp.tril(overlap, -1), before, after, jnp.exp(jnp.sum(steps, axis=2)))
+
+
+def _pair_scores(q: Float[Array, "G C K"], k: Float[Array, "G C K"], g: Float[Array, "G C K"], size: int) -> _Stretches:
+    """Chunks of C tokens, joined from stretches of `size` tokens.
+
+    Neighbours are joined until the chunk is one stretch. The scores between the two of a pair are a matrix product,
+    for D[t,s] is the decay from behind s to the first's end times that from the second's start to t.
     """
-    groups, chunk, width = decay.shape
-    decays = _Decays(decay, jnp.ones_like(decay), decay)
-    attention = jnp.sum(q * k, axis=-1)[..., None, None]  # [G, stretches, t, s]
-    overlap = jnp.zeros_like(attention)
-    size = 1
+    groups, chunk, width = g.shape
+    known = _stretches(q, k, g, size)
 
     def halves(x: Array) -> tuple[Array, Array]:
         """First and second stretches of the pairs, `[G, pairs, tokens, K]`."""
@@ -230,18 +250,18 @@ def _pair_scores(
         return jnp.concatenate([first, second], axis=2).reshape((groups, -1, width))
 
     while size < chunk:
-        (before, before_second), (after_first, after) = halves(decays.before), halves(decays.after)
-        whole_first, whole_second = halves(decays.whole)
-        carried = after_first * halves(k)[0]
-        attention = _join_scores(attention, halves(q)[1] * before_second, carried)
-        overlap = _join_scores(overlap, halves(k)[1] * before_second, carried)
-        decays = _Decays(
-            join(before, before_second * whole_first),
-            join(after_first * whole_second, after),
+        (before, second), (first, after) = halves(known.before), halves(known.after)
+        whole_first, whole_second = halves(known.whole)
+        carried = first * halves(k)[0]
+        known = _Stretches(
+            _join_scores(known.attention, halves(q)[1] * second, carried),
+            _join_scores(known.overlap, halves(k)[1] * second, carried),
+            join(before, second * whole_first),
+            join(first * whole_second, after),
             (whole_first * whole_second)[:, :, 0],
         )
         size *= 2
-    return attention[:, 0], overlap[:, 0], decays
+    return known
 
 
 def _join_scores(

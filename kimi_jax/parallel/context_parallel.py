@@ -98,16 +98,18 @@ def over_tokens(
     beta: Float[Array, "B T N"],
     state: Float[Array, "B N K V"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
-    """`recur(q, k, v, g, beta, state)`, a recurrence linear in the state, with the tokens over `context`.
+    """`recur(q, k, v, g, beta, state)`, a recurrence linear in the state, on each device's rows and heads.
 
-    Over a device's tokens the recurrence is `S → A S + B`, and its outputs are linear in S too. One run with the values
-    widened by K zeros, from the state `[0, I]`, gives outputs and state from zero on the left and the linear maps on
-    the right. The devices then exchange A and B — N·K·(K + V) numbers of the device's heads each — and every device
-    composes those of the tokens before its own, and of all for the state in the end.
+    Where `context` divides the tokens they are split too. Over a device's tokens the recurrence is `S → A S + B`, and
+    its outputs are linear in S too. One run with the values widened by K zeros, from the state `[0, I]`, gives outputs
+    and state from zero on the left and the linear maps on the right. The devices then exchange A and B, N·K·(K + V)
+    numbers of the device's heads each, and every device composes those of the tokens before its own, and of all for the
+    state in the end.
     """
     mesh = active_mesh()
-    if mesh is None or q.shape[1] == 1 or divided("tokens", q.shape[1]) is None:
+    if mesh is None:
         return recur(q, k, v, g, beta, state)
+    split = divided("tokens", q.shape[1])
     parts = mesh.shape[CONTEXT]
 
     def local(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
@@ -123,10 +125,11 @@ def over_tokens(
             end = _product("bnij,bnjv->bniv", steps[part, ..., width:], end) + steps[part, ..., :width]
         return out[..., :width] + _product("btnk,bnkv->btnv", out[..., width:], before), end
 
-    rows, tokens, heads = TABLE["batch"], TABLE["tokens"], TABLE["heads"]
+    rows, tokens, heads = TABLE["batch"], split and TABLE[split], TABLE["heads"]
     by_token, by_head = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads)
+    form = recur if split is None else local
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(*[by_token] * 5, by_head), out_specs=(by_token, by_head), check_vma=False
+        form, mesh=mesh, in_specs=(*[by_token] * 5, by_head), out_specs=(by_token, by_head), check_vma=False
     )(q, k, v, g, beta, state)
 
 
