@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
 from safetensors.numpy import save_file
 
 from kimi_jax.checkpoint.safetensors_file import SafetensorsFile
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.inference.arguments import ArrayLike, check_batch, row_mask
-from kimi_jax.model.cache import ROW_AXIS, Cache, cache_layout
+from kimi_jax.model.cache import FP8, ROW_AXIS, Cache, cache_layout
 from kimi_jax.model.model import Model, ModelSpec, flatten
 from kimi_jax.parallel.distributed import fetch
 from kimi_jax.parallel.sharding import array_sharding
@@ -30,21 +31,26 @@ class CacheError(ValueError):
     """A cache that does not belong to the model, or a cache file that cannot be used."""
 
 
-def init_cache(model: Model, batch: int, max_len: int) -> Cache:
+def init_cache(model: Model, batch: int, max_len: int, latent_dtype: DTypeLike | None = None) -> Cache:
     """An empty cache, placed on the model's mesh.
 
     **Arguments:**
 
     - `batch`: rows; the mesh's `data` axis must divide it.
     - `max_len`: tokens that a row can hold, at most the model's `max_positions`.
+    - `latent_dtype`: "fp8" keeps the latents of the MLA layers in float8_e4m3fn, half of bfloat16's bytes, rounded to
+        four binary digits (`tests/bench/README.md` has the error). None: in the compute dtype.
 
     **Raises:** `MeshError` or `ValueError` with the numbers that do not fit.
     """
     check_batch(model, batch)
+    latents = None if latent_dtype is None else jnp.dtype(FP8 if latent_dtype == "fp8" else latent_dtype)
+    if latents not in (None, FP8, model.dtype):
+        raise ValueError(f"latent_dtype {latents} is neither fp8 nor the compute dtype {model.dtype}")
     limit = model.config.max_positions
     if not 1 <= max_len <= limit:
         raise ValueError(f"max_len must lie between 1 and the model's {limit} positions, found {max_len}")
-    layout, shardings = cache_placement(model.spec, batch, max_len)
+    layout, shardings = cache_placement(model.spec, batch, max_len, latents)
     make = jax.jit(partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), layout), out_shardings=shardings)
     words = np.asarray(model.identity, np.uint32)
     identity = jax.make_array_from_callback(words.shape, shardings.identity, lambda index: words[index])
@@ -52,9 +58,11 @@ def init_cache(model: Model, batch: int, max_len: int) -> Cache:
 
 
 @lru_cache(maxsize=64)
-def cache_placement(spec: ModelSpec, batch: int, max_len: int) -> tuple[Cache, Cache]:
+def cache_placement(
+    spec: ModelSpec, batch: int, max_len: int, latent_dtype: jnp.dtype | None = None
+) -> tuple[Cache, Cache]:
     """A `Cache` of shapes and dtypes, and one of shardings."""
-    layout, axes = cache_layout(spec.config, spec.dtype, batch, max_len, spec.loop)
+    layout, axes = cache_layout(spec.config, spec.dtype, batch, max_len, spec.loop, latent_dtype)
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
         field = path[-1].name
@@ -68,7 +76,7 @@ def constrain_cache(spec: ModelSpec, cache: Cache) -> Cache:
     """`cache`, inside a compiled function, with the shardings of `cache_placement`."""
     if spec.mesh is None:
         return cache
-    _, shardings = cache_placement(spec, cache.batch, cache.max_len)
+    _, shardings = cache_placement(spec, cache.batch, cache.max_len, _fp8_or_none(cache.latent_dtype))
     return jax.tree.map(jax.lax.with_sharding_constraint, cache, shardings)
 
 
@@ -76,7 +84,8 @@ def check_cache(model: Model, cache: Cache, batch: int) -> None:
     """Refuses a cache whose rows, shapes, dtypes or devices are not those of `model`."""
     if cache.batch != batch:
         raise ValueError(f"{batch} rows of tokens, but the cache has {cache.batch}")
-    if not _same_layout(cache, cache_placement(model.spec, batch, cache.max_len)[0]):
+    wanted, _ = cache_placement(model.spec, batch, cache.max_len, _fp8_or_none(cache.latent_dtype))
+    if not _same_layout(cache, wanted):
         raise CacheError(
             "the cache was made for another model or dtype, or for one with another `loop`; make one with init_cache"
         )
@@ -143,7 +152,8 @@ def load_cache(path: str | Path, model: Model) -> Cache:
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         raise error if isinstance(error, CacheError) else CacheError(f"{path}: damaged: {error}") from None
     check_batch(model, batch)
-    wanted, shardings = cache_placement(model.spec, batch, max_len)
+    latents = {kind for name, (_, kind) in layout.items() if name.endswith("latents")}
+    wanted, shardings = cache_placement(model.spec, batch, max_len, FP8 if latents == {FP8.name} else None)
     if layout != _layout(wanted):
         name = next(n for n in {**layout, **_layout(wanted)} if layout.get(n) != _layout(wanted).get(n))
         raise CacheError(
@@ -192,6 +202,10 @@ def _named(cache: Cache) -> dict[str, Any]:
 
 def _map_named(function: Callable[..., Any], cache: Cache, *others: Cache) -> Cache:
     return jax.tree_util.tree_map_with_path(lambda path, *x: function(_name(path), *x), cache, *others)
+
+
+def _fp8_or_none(latent_dtype: jnp.dtype | None) -> jnp.dtype | None:
+    return FP8 if latent_dtype == FP8 else None
 
 
 def _same_layout(cache: Cache, wanted: Cache) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
@@ -66,6 +67,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     logprobs: bool = False,
     on_token: OnToken | None = None,
+    latent_dtype: DTypeLike | None = None,
 ) -> Generations:
     """Continues any number of prompts together.
 
@@ -77,6 +79,7 @@ def generate(
     - `stop_ids`: ids that end a row; None means the model's (`model.stop_ids`), `[]` none.
     - `logprobs`: also return the log-probability of each new id.
     - `on_token`: called with (prompt number, id) for each new id, in order.
+    - `latent_dtype`: of the latent cache, as `init_cache` takes it.
 
     **Returns:** the new ids, without the stop id; see `Generations`. A row whose logits are not finite ends there
     with an error, the others go on.
@@ -102,7 +105,7 @@ def generate(
         tokens[i, : len(row.prompt)] = row.prompt
     # Sizes of the cache are rounded up too: they are part of what is compiled.
     capacity = min(bucket(max(longest + max_new_tokens, SMALLEST_CACHE)), model.config.max_positions)
-    cache = init_cache(model, batch, capacity)
+    cache = init_cache(model, batch, capacity, latent_dtype)
     logits: Array | None = None
     for start in range(0, longest, PREFILL_PIECE):
         piece = tokens[:, start : start + PREFILL_PIECE]

@@ -32,10 +32,11 @@ class KDACache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLACache:
-    """What an MLA layer keeps of each token, in the compute dtype.
+    """What an MLA layer keeps of each token.
 
-    - `latents`: `[B, S, C + R]`: the kv latent after its norm, and the extra key width.
-    - `index_keys`: `[B, S, K]` of the layers with an indexer, otherwise None.
+    - `latents`: `[B, S, C + R]`: the kv latent after its norm, and the extra key width; in the compute dtype, or in
+        float8_e4m3fn where the cache was so made.
+    - `index_keys`: `[B, S, K]` of the layers with an indexer, otherwise None; in the compute dtype.
     """
 
     latents: Leaf
@@ -43,6 +44,7 @@ class MLACache:
 
 
 LayerCache = KDACache | MLACache
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
 UNROLLED_ROWS = 64
 """Rows that are written without a loop: for TPU7x the compiler copies the whole cache into a loop's layout and back."""
 ROW_AXIS = {"state": -4, "conv_tail": -4, "latents": -3, "index_keys": -3}
@@ -77,11 +79,23 @@ class Cache:
         """Number of rows."""
         return self.lengths.shape[0]
 
+    @property
+    def latent_dtype(self) -> jnp.dtype | None:
+        """Dtype of the latents; None in a model without such layers."""
+        return next((layer.latents.dtype for layer in self.layers if isinstance(layer, MLACache)), None)
+
 
 def cache_layout(
-    config: ModelConfig, dtype: jnp.dtype, batch: int, max_len: int, loop: bool = False
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    batch: int,
+    max_len: int,
+    loop: bool = False,
+    latent_dtype: jnp.dtype | None = None,
 ) -> tuple[Cache, dict[str, Axes]]:
     """Shapes, dtypes and logical axes of a cache, nothing allocated; with `loop`, of stacks where layers are looped.
+
+    `latent_dtype`: of the latents, in place of the compute dtype `dtype`.
 
     **Returns:** a `Cache` of `jax.ShapeDtypeStruct`, and the axes of a layer's arrays by field name.
     """
@@ -97,7 +111,7 @@ def cache_layout(
             )
         width = config.indexer.head_dim if config.indexer and config.has_indexer(i) else None
         return MLACache(
-            jax.ShapeDtypeStruct((batch, max_len, mla.latent_dim), dtype),
+            jax.ShapeDtypeStruct((batch, max_len, mla.latent_dim), latent_dtype or dtype),
             None if width is None else jax.ShapeDtypeStruct((batch, max_len, width), dtype),
         )
 
@@ -160,6 +174,8 @@ def write_rows(
         chosen = jnp.where((inside & real[row, source])[:, None], new[row, source], held.reshape((window, width)))
         return positions_innermost(jax.lax.dynamic_update_slice(buffer, chosen.reshape(sizes), index))
 
+    if buffer.dtype == FP8:  # it has no infinity: what is larger would become NaN
+        new = jnp.clip(new, -float(jnp.finfo(FP8).max), float(jnp.finfo(FP8).max))
     new = new.astype(buffer.dtype)
     rows = new.shape[0]
     return jax.lax.fori_loop(0, rows, one_row, buffer, unroll=min(rows, UNROLLED_ROWS))

@@ -111,7 +111,7 @@ class MultiHeadLatentAttention(nnx.Module):
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
-        arrays: dict[str, Any] = {"q": q, "latents": latents.astype(x.dtype), "w_key": w_key, "w_value": w_value}
+        arrays: dict[str, Any] = {"q": q, "latents": latents, "w_key": w_key, "w_value": w_value}
         arrays |= {"positions": call.positions, "filled": call.filled}
         arrays |= {"layer": call.round} if stacked else {}
         axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.latent_attention import Combine, cached_positions, sparse_attention
+from kimi_jax.ops.latent_attention import Combine, cached_positions, sparse_attention, widened
 from kimi_jax.ops.norms import at_least_float32, wide_dtype
 
 KEY_BLOCK = 1024
@@ -108,7 +108,7 @@ def indexed_attention(
         held = (index >= first) & (index < first + latents.shape[-2])
         # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
         chosen = jax.vmap(lambda entries, at: entries[at])(own, jnp.where(held, index - first, 0))
-        return sparse_attention(q, chosen, real & held, w_key, w_value, combine)
+        return sparse_attention(q, widened(chosen, q.dtype), real & held, w_key, w_value, combine)
 
     tokens = q.shape[1]
     block = min(QUERY_BLOCK, tokens)

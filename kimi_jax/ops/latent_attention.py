@@ -41,6 +41,11 @@ def cached_positions(
     return jax.lax.dynamic_slice(cached, (layer, *(jnp.asarray(i, layer.dtype) for i in (0, start, 0))), sizes)[0]
 
 
+def widened(entries: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
+    """Cached entries in the compute dtype. The barrier keeps the compiler from converting all of the cache first."""
+    return entries if entries.dtype == dtype else jax.lax.optimization_barrier(entries).astype(dtype)
+
+
 def prefill_attention(
     q: Float[Array, "B T N HR"],
     latents: Float[Array, "*G B S CR"],
@@ -65,7 +70,7 @@ def prefill_attention(
     - `layer`: where `latents` is a stack of several layers' entries, whose to read.
     """
     rank = w_key.shape[-1]
-    w_key, w_value = w_key.astype(latents.dtype), w_value.astype(latents.dtype)
+    w_key, w_value = w_key.astype(q.dtype), w_value.astype(q.dtype)
 
     def block(entries: Array) -> tuple[Array, Array]:
         latent, extra = entries[..., :rank], entries[..., rank:]
@@ -153,7 +158,7 @@ def _attend(
         peak, total, mixed = carry
         # The last block of a cache that is no multiple of the size starts earlier and masks what it repeats.
         start = jnp.minimum(j * size, capacity - size)
-        scores, values = block(cached_positions(latents, start, size, layer))
+        scores, values = block(widened(cached_positions(latents, start, size, layer), like.dtype))
         place = start + jnp.arange(size, dtype=positions.dtype)
         seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
         scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)
