@@ -95,9 +95,12 @@ def declared_model(
 ) -> tuple[ModelSpec, Params]:
     """What `load_model` would load: its `spec`, and parameters of which shapes, dtypes and shardings are known."""
     source, spec = _open(directory, mesh, dtype, expert_strategy, loop)
+    layout = param_layout(spec.config, spec.loop)
+    for _, _, names in layout.values():
+        _check_same_dtype(source, names)
     params = {
         key: jax.ShapeDtypeStruct(x.shape, source.dtype(names[0]), sharding=array_sharding(key, x.shape, axes, mesh))
-        for key, (x, axes, names) in param_layout(spec.config, spec.loop).items()
+        for key, (x, axes, names) in layout.items()
     }
     return spec, nest(params)
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,8 +15,9 @@ from kimi_jax.cli.compilation_cache import compilation_cache
 from kimi_jax.cli.job import JobFlags, job_mesh
 from kimi_jax.cli.output import UsageError, byte_progress, console, emit, print_table, remark
 from kimi_jax.config import ModelConfig
-from kimi_jax.inference.arguments import BUCKETS, bucket
+from kimi_jax.inference.arguments import BUCKETS, bucket, cache_room
 from kimi_jax.inference.functions import extend
+from kimi_jax.inference.generate import PREFILL_PIECE
 from kimi_jax.parallel.mesh import parse_mesh
 from kimi_jax.planning.compile import Step, step_arguments
 from kimi_jax.planning.measure import DECODED, bandwidth, floor_bytes, measure_decode, measure_prefill, time_by_part
@@ -59,14 +60,14 @@ class Bench:
         for name, values in (("prompt", self.prompt), ("batch", self.batch), ("context", contexts)):
             if not values or min(values) < 1:
                 raise UsageError(f"--{name} wants numbers of at least 1, found {' '.join(map(str, values)) or 'none'}")
-        longest = max(*self.prompt, max(contexts) + DECODED)
+        longest = max(max(self.prompt), max(contexts) + DECODED)
         if longest > config.max_positions:
             raise UsageError(f"prompts and contexts reach {longest} tokens, the model has {config.max_positions}")
         try:
             shape = parse_mesh(self.mesh)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        mesh = job_mesh(self.job.start(config, asdict(self)), shape)
+        mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags(), profile=None))), shape)
         ways = 1 if mesh is None else mesh.shape["data"]
         uneven = [rows for rows in self.batch if rows % ways]
         if uneven:
@@ -159,8 +160,8 @@ class Warmup:
     """Rows of a call."""
     max_len: tuple[int, ...] = (1024,)
     """Tokens that a row of the cache can hold; rounded as `generate` does."""
-    tokens: tuple[int, ...] = BUCKETS
-    """New tokens a row of a call; 1 is decoding. Rounded as calls are."""
+    tokens: tuple[int, ...] = (*BUCKETS, PREFILL_PIECE)
+    """New tokens a row of a call; 1 is decoding. Rounded as calls are; more than a row holds are left out."""
     mesh: str = "none"
     """Devices by axis, e.g. data=2,tensor=4; none is one device."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -173,22 +174,23 @@ class Warmup:
         for name in ("batch", "max_len", "tokens"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} wants numbers of at least 1")
+        if not compilation_cache():
+            raise UsageError("there is no compilation cache: unset JAX_COMPILATION_CACHE_DIR, or name a directory")
         directory = find_checkpoint(self.directory)
         config = ModelConfig.from_file(directory)
         try:
             shape = parse_mesh(self.mesh)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        mesh = job_mesh(self.job.start(config, asdict(self)), shape)
+        mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags()))), shape)
         spec, params = declared_model(directory, mesh=mesh, dtype=self.dtype)
         for rows in self.batch:
             for room in self.max_len:
-                capacity = min(bucket(room), config.max_positions)
-                for count in sorted({bucket(tokens) for tokens in self.tokens}):
-                    if count > capacity:
-                        continue
+                capacity = cache_room(config, room)
+                for count in sorted({bucket(tokens) for tokens in self.tokens if tokens <= capacity}):
                     step = Step("decode" if count == 1 else "prefill", rows, count, capacity)
-                    _, tokens, lengths, cache = step_arguments(spec, step)
+                    _, *host, cache = step_arguments(spec, step)
+                    tokens, lengths = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in host)  # NumPy arrays, in a call
                     start = time.perf_counter()
                     extend.lower(spec, params, tokens, lengths, cache).compile()
                     emit(f"{step.name}: {time.perf_counter() - start:.1f} s")

@@ -60,7 +60,7 @@ class Compile:
             raise UsageError(str(error)) from None
         phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
         steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
-        name = path.parent.name if path.name == "config.json" else path.stem
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
         title = f"{self.model} ({config.num_layers} layers) on {pod.name}"
         results = []
         print(f"{title}: compiling takes minutes", file=sys.stderr)

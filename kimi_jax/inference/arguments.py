@@ -16,6 +16,8 @@ from kimi_jax.parallel.mesh import MeshError, axis_size
 
 ArrayLike = np.ndarray | jax.Array | Sequence[Any]
 
+SMALLEST_CACHE = 256
+"""Tokens that a cache made by `cache_room` can hold at least."""
 BUCKETS = (1, 16, 64, 256, 1024)
 """Padded lengths that calls are compiled for; longer ones are padded to multiples of the last."""
 
@@ -28,6 +30,11 @@ def bucket(tokens: int) -> int:
     """
     last = BUCKETS[-1]
     return next((size for size in BUCKETS if tokens <= size), -(-tokens // last) * last)
+
+
+def cache_room(config: ModelConfig, tokens: int) -> int:
+    """The `max_len` of a cache for `tokens` tokens a row, rounded up: it is part of what is compiled."""
+    return min(bucket(max(tokens, SMALLEST_CACHE)), config.max_positions)
 
 
 def token_array(config: ModelConfig, tokens: ArrayLike, rank: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.inference.arguments import bucket, pad_tokens, token_array
+from kimi_jax.inference.arguments import cache_room, pad_tokens, token_array
 from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import extend
 from kimi_jax.inference.sampling import Sampling, make_sampler
@@ -22,8 +22,6 @@ from kimi_jax.parallel.mesh import axis_size
 PREFILL_PIECE = 2048
 """A longer prompt is prefilled in pieces of this many tokens, so that memory does not grow with it."""
 
-SMALLEST_CACHE = 256
-"""Tokens that a row can hold at least, so that short prompts share compiled functions."""
 
 OnToken = Callable[[int, int], None]
 """Called with the prompt's number and a new token id as soon as it is known."""
@@ -104,7 +102,7 @@ def generate(
     for i, row in enumerate(rows):
         tokens[i, : len(row.prompt)] = row.prompt
     # Sizes of the cache are rounded up too: they are part of what is compiled.
-    capacity = min(bucket(max(longest + max_new_tokens, SMALLEST_CACHE)), model.config.max_positions)
+    capacity = cache_room(model.config, longest + max_new_tokens)
     cache = init_cache(model, batch, capacity, latent_dtype)
     logits: Array | None = None
     for start in range(0, longest, PREFILL_PIECE):

@@ -42,7 +42,7 @@ def _block(size: int, largest: int) -> int:
 
 
 def tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: near the mean load of an expert, a power of two between 16 and `LARGEST_TILE`."""
+    """Rows of a tile, a multiple of 16: all where they are few, else near the mean load of an expert."""
     return min(-(-rows // 16) * 16, LARGEST_TILE, max(16, 1 << (rows // max(1, experts)).bit_length()))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.mxfp4 import BYTES_OF_SCALE, code_values, scale_values
+from kimi_jax.ops.norms import wide_dtype
 
 
 def one_matrix(weights: Mapping[str, Array], expert: Int[Array, ""]) -> dict[str, Array]:
@@ -72,6 +73,10 @@ def _tiles(total: int, group_sizes: Array, least: int) -> _Tiles:
     return _Tiles(size, last_tiles[-1], bounds)
 
 
+def _wide_product(left: Array, right: Array) -> Array:
+    return jnp.matmul(left, right, preferred_element_type=wide_dtype(left.dtype))
+
+
 def loop_product(
     rows: Float[Array, "M I"],
     weights: Mapping[str, Array],
@@ -94,14 +99,15 @@ def loop_product(
     def one_tile(t: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         expert, start, own = tiles.bounds(t)
         products = [
-            jax.lax.dynamic_slice_in_dim(x, start, tiles.size) @ (matrix if transposed else matrix.T)
+            _wide_product(jax.lax.dynamic_slice_in_dim(x, start, tiles.size), matrix if transposed else matrix.T)
             for x, matrix in zip(inputs, _parts(weights, expert, rows.dtype), strict=True)
         ]
         products = products if transposed else [sum(products[1:], start=products[0])]
 
         def store(kept: Array, product: Array) -> Array:
             before = jax.lax.dynamic_slice_in_dim(kept, start, tiles.size)
-            return jax.lax.dynamic_update_slice_in_dim(kept, jnp.where(own, product, before), start, axis=0)
+            new = jnp.where(own, product.astype(kept.dtype), before)
+            return jax.lax.dynamic_update_slice_in_dim(kept, new, start, axis=0)
 
         return tuple(store(*pair) for pair in zip(out, products, strict=True))
 
@@ -123,9 +129,9 @@ def loop_weight_gradient(
     def one_tile(t: Array, out: Array) -> Array:
         expert, start, own = tiles.bounds(t)
         left, right = (jax.lax.dynamic_slice_in_dim(x, start, tiles.size) for x in (gradient, rows))
-        product = jnp.where(own, left, 0).T @ jnp.where(own, right, 0)
+        product = _wide_product(jnp.where(own, left, 0).T, jnp.where(own, right, 0))
         place = (weights["layer"], expert) if "layer" in weights else (expert,)
         return out.at[place].add(product.astype(out.dtype))
 
-    sums = jnp.float32 if jnp.finfo(stack.dtype).bits < 32 else stack.dtype
-    return jax.lax.fori_loop(0, tiles.number, one_tile, jnp.zeros(stack.shape, sums)).astype(stack.dtype)
+    zeros = jnp.zeros(stack.shape, wide_dtype(stack.dtype))
+    return jax.lax.fori_loop(0, tiles.number, one_tile, zeros).astype(stack.dtype)

@@ -70,7 +70,7 @@ def grouped_matmul(
     **Returns:** the products in `rows.dtype`. Rows behind the last group are zero.
 
     Gradients go to the rows, and to the weights where these are floating; packed ones are constants, unpacked again on
-    the way back.
+    the way back. Forward-mode derivatives are not defined.
     """
     if rows.shape[0] == 0:
         return jnp.zeros((0, output_width(weights)), rows.dtype)

@@ -150,12 +150,12 @@ def _next_span(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
     def split(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape((batch, chunks, chunk, *x.shape[2:]))
-        return jnp.moveaxis(x, (1, 3), (0, 2)).reshape((-1, chunk, *x.shape[4:]))  # [chunks · B · N, chunk, …]
+        return jnp.moveaxis(x, (1, 3), (0, 2)).reshape((chunks * batch * heads, chunk, *x.shape[4:]))
 
     inner = _inside_chunks(*(split(x) for x in inputs))
     inner = jax.tree.map(lambda x: x.reshape((chunks, batch, heads, *x.shape[1:])), inner)
     state, out = jax.lax.scan(_next_chunk, state, inner)
-    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape((batch, chunks * chunk, heads, -1))
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape((batch, chunks * chunk, heads, inputs[2].shape[-1]))
     return state, out[:, :tokens]
 
 
@@ -178,9 +178,9 @@ class _Chunk(NamedTuple):
 
 def _next_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
     """The only part that waits for the chunk before: state `[B, N, K, V]`."""
-    written = chunk.values - chunk.removed @ state
-    out = chunk.queries @ state + chunk.attention @ written
-    return state * chunk.decay[..., None] + jnp.swapaxes(chunk.keys, -1, -2) @ written, out
+    written = chunk.values - _einsum("bntk,bnkv->bntv", chunk.removed, state)
+    out = _einsum("bntk,bnkv->bntv", chunk.queries, state) + _einsum("bnts,bnsv->bntv", chunk.attention, written)
+    return state * chunk.decay[..., None] + _einsum("bntk,bntv->bnkv", chunk.keys, written), out
 
 
 def _inside_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
@@ -219,7 +219,7 @@ def _stretches(q: Float[Array, "G C K"], k: Float[Array, "G C K"], g: Float[Arra
     """Stretches of `size` tokens, pair by pair."""
 
     def cut(x: Array) -> Array:
-        return x.reshape((x.shape[0], -1, size, x.shape[-1]))
+        return x.reshape((x.shape[0], x.shape[1] // size, size, x.shape[-1]))
 
     steps, keys, (t, s, u) = cut(g), cut(k), np.indices((size,) * 3)
     between = _einsum("gnuk,tsu->gntsk", steps, ((s < u) & (u <= t)).astype(g.dtype))
@@ -243,11 +243,12 @@ def _pair_scores(q: Float[Array, "G C K"], k: Float[Array, "G C K"], g: Float[Ar
 
     def halves(x: Array) -> tuple[Array, Array]:
         """First and second stretches of the pairs, `[G, pairs, tokens, K]`."""
-        x = x.reshape((groups, -1, 2, x.shape[1] // (chunk // size), width))
+        pairs = chunk // size // 2
+        x = x.reshape((groups, pairs, 2, x.shape[1] // (2 * pairs), width))
         return x[:, :, 0], x[:, :, 1]
 
     def join(first: Array, second: Array) -> Array:
-        return jnp.concatenate([first, second], axis=2).reshape((groups, -1, width))
+        return jnp.concatenate([first, second], axis=2).reshape((groups, chunk, width))
 
     while size < chunk:
         (before, second), (first, after) = halves(known.before), halves(known.after)

@@ -10,7 +10,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) .*\{$")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 
 
 @dataclass(frozen=True)

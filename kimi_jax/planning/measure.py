@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kimi_jax.inference.arguments import bucket
+from kimi_jax.inference.arguments import bucket, cache_room
 from kimi_jax.inference.caches import init_cache
 from kimi_jax.inference.functions import decode, extend, prefill
 from kimi_jax.model.cache import Cache
@@ -56,7 +56,7 @@ def measure_prefill(model: Model, length: int, repeats: int = 3) -> Rate:
     def call(cache: Cache) -> tuple[Any, Cache]:
         return prefill(model, tokens, [length] * batch, cache)
 
-    seconds = min(_timed(call, init_cache(model, batch, bucket(length)))[0] for _ in range(repeats + 1))
+    seconds = min(_timed(call, _filled(model, batch, 0, length))[0] for _ in range(repeats + 1))
     return Rate(batch, 0, batch * length, seconds)
 
 
@@ -65,7 +65,7 @@ def measure_decode(model: Model, batch: int, context: int) -> Rate:
 
     The cache is filled with zeros: time does not depend on what lies there.
     """
-    state = _filled(model, batch, context, DECODED)
+    state = _filled(model, batch, context, 1)
     tokens = _tokens(model, batch, 1)[:, 0]
     seconds = []
     for _ in range(DECODED):
@@ -91,7 +91,7 @@ def bandwidth(model: Model) -> float:
     """Bytes a second that the model's devices together read and write, measured with one large array."""
     count = 1 if model.mesh is None else model.mesh.size
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(model.mesh.axis_names))
-    x = jax.device_put(jnp.zeros((count, PROBE_BYTES // 4), jnp.float32), whole)
+    x = jax.jit(partial(jnp.zeros, (count, PROBE_BYTES // 4), jnp.float32), out_shardings=whole)()
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     seconds = []
     for _ in range(5):
@@ -110,8 +110,8 @@ def time_by_part(
     - `batch`, `context`: rows, and the tokens that each holds. `tokens`: new ones a row, 1 for a decode step.
     - `directory`: where the profile is kept (for xprof); otherwise it is thrown away.
 
-    Operations that run at the same time count each for itself, so that the sum may exceed the call's time; the time is
-    that of one device's share where the profiler tells devices apart, else of all.
+    Seconds of all devices that the profile saw, over their number. Operations that run at the same time count each for
+    itself, and waiting for another device counts as the exchange it is: the sum may exceed the call's time.
     """
     ids, lengths = _tokens(model, batch, tokens), [tokens] * batch
     _timed(lambda before: prefill(model, ids, lengths, before), _filled(model, batch, context, tokens))
@@ -127,11 +127,14 @@ def time_by_part(
         with gzip.open(file) as stream:
             events = json.load(stream)["traceEvents"]
     found: dict[str, float] = defaultdict(float)
+    devices = set()
     for event in events:
-        name = event.get("name", "")
+        told = event.get("args") or {}
+        name = told.get("hlo_op", event.get("name", ""))  # a GPU's kernels have names of their own
         if event.get("ph") == "X" and name in parts:
+            devices.add((event.get("pid"), told.get("device_ordinal")))
             found[parts[name]] += event["dur"] / 1e6
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+    return {name: took / len(devices) for name, took in sorted(found.items(), key=lambda entry: -entry[1])}
 
 
 def _part_of_operation(text: str) -> dict[str, str]:
@@ -152,8 +155,8 @@ def _tokens(model: Model, batch: int, length: int) -> np.ndarray:
 
 
 def _filled(model: Model, batch: int, context: int, tokens: int) -> Cache:
-    """A cache with `context` tokens a row, zeros all, and room for as many calls of `tokens` as are made here."""
-    cache = init_cache(model, batch, min(bucket(context + max(tokens, DECODED)), model.config.max_positions))
+    """A cache with `context` tokens a row, zeros all, and room for a call of `tokens` or `DECODED` steps."""
+    cache = init_cache(model, batch, cache_room(model.config, context + (DECODED if tokens == 1 else tokens)))
     return replace(cache, lengths=_full(cache.lengths.sharding)(cache.lengths, context))
 
 

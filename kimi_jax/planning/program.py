@@ -176,7 +176,7 @@ class Program:
         """Bytes that an instruction reads from and writes to HBM; of what it slices only the slice."""
         if (work := self._work(computation, one)) is not None:
             return work[1]
-        if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done"):
+        if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done") or "called_computations=" in one.attributes:
             return 0
         if one.opcode.endswith("-start"):  # the result holds what is made and what was read, side by side
             return sum(_hbm(read_shapes(part)) for part in tuple_parts(one.shape)[:2])

@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--peer", help="an interpreter with torch and transformers; without it only ours runs")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     from safetensors.numpy import load_file, save_file
 
     from kimi_jax.checkpoint.synthesize import synthesize

@@ -66,14 +66,15 @@ def test_wrong_use(checkpoint, options, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_is_warmed_up_is_not_compiled_again(checkpoint, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("mesh", ["none", "data=1,tensor=2"])
+def test_what_is_warmed_up_is_not_compiled_again(checkpoint, tmp_path, mesh, capsys):
     directory = str(checkpoint("tiny-kimi-linear"))
     kept = tmp_path / "compiled"
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(kept))
     jax.experimental.compilation_cache.compilation_cache.reset_cache()
     try:
-        assert main(["warmup", directory, "--max-len", "256", "--tokens", "1", "3"]) == 0
+        assert main(["warmup", directory, "--mesh", mesh, "--max-len", "9", "--tokens", "1", "3", "999"]) == 0
         warm = sorted(path.name for path in kept.glob("jit_extend*-cache"))
         out = capsys.readouterr().out
         assert len(warm) == 2
@@ -81,7 +82,9 @@ def test_what_is_warmed_up_is_not_compiled_again(checkpoint, tmp_path, monkeypat
         assert "prefill-1x16-256: " in out
         assert f"compiled into {kept}" in out
         jax.clear_caches()
-        assert main(["generate", directory, "--max-new-tokens", "3", "--prompt-ids", "1", "2", "3"]) == 0
+        assert (
+            main(["generate", directory, "--mesh", mesh, "--max-new-tokens", "3", "--prompt-ids", "1", "2", "3"]) == 0
+        )
         assert sorted(path.name for path in kept.glob("jit_extend*-cache")) == warm
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -255,3 +255,30 @@ def test_inverse_of_a_unit_lower_triangular_matrix(n):
     wanted = np.linalg.inv(np.eye(n) + strict[0].astype(np.float64))
     np.testing.assert_allclose(found[0], wanted, atol=2e-6 * np.abs(wanted).max())
     np.testing.assert_array_equal(found[1], np.eye(n) - np.eye(n, k=-1))
+
+
+def products(jaxpr):
+    """Every matrix product of a jaxpr, those inside loops and choices among them."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from products(inner)
+
+
+def test_no_factor_is_rounded_on_accelerators():
+    """There a product's float32 factors are rounded unless it asks for the highest precision."""
+    arguments = [jnp.zeros((1, 600, 2, 16))] * 4 + [jnp.zeros((1, 600, 2)), jnp.zeros((1, 2, 16, 16))]
+    found = [eqn.params["precision"] for eqn in products(jax.make_jaxpr(kda_chunked)(*arguments).jaxpr)]
+    assert len(found) > 10
+    highest = jax.lax.Precision.HIGHEST
+    assert set(found) == {(highest, highest)}
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 0), (0, 64)])
+def test_nothing_gives_nothing(rows, tokens):
+    qkvg = [jnp.zeros((rows, tokens, 2, 16))] * 4
+    out, state = kda_chunked(*qkvg, jnp.zeros((rows, tokens, 2)), jnp.ones((rows, 2, 16, 16)))
+    assert out.shape == (rows, tokens, 2, 16)
+    np.testing.assert_array_equal(state, np.ones((rows, 2, 16, 16)))

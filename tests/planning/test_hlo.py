@@ -182,3 +182,51 @@ ENTRY %main (a: f32[8,32]) -> f32[] {{
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("nothing")
+
+
+KERNELS = """\
+HloModule jit_extend, is_scheduled=true
+
+FunctionNames
+1 "kernel_product"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=1 end_line=1 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%offloaded (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  ROOT %all-reduce.1 = bf16[8,128]{1,0} all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+}
+
+ENTRY %main (rows: bf16[8,128], codes: u8[4,64,64]) -> bf16[8,128] {
+  %rows = bf16[8,128]{1,0} parameter(0)
+  %codes = u8[4,64,64]{2,1,0} parameter(1)
+  %made = bf16[8,128]{1,0} custom-call(%rows, %codes), custom_call_target="tpu_custom_call", metadata={stack_frame_id=1}
+  ROOT %out = bf16[8,128]{1,0} custom-call(%made), custom_call_target="other", called_computations={%offloaded}
+}
+"""
+
+
+def test_kernels_and_what_custom_calls_run():
+    """A kernel's work is told by the one who wrote it; TPU7x wraps its collectives in custom calls."""
+    given = []
+
+    def work(arrays):
+        given.append([x.sizes for x in arrays])
+        return 1000.0, 500.0
+
+    program = Program(KERNELS, kernels={"kernel_product": work})
+    assert program.product_flops() == 1000
+    assert program.collectives() == {"all-reduce": (1, 2048)}
+    assert program.traffic() == 500 + 2 * 2048
+    assert given[0] == [(8, 128), (4, 64, 64)]
