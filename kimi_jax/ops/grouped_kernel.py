@@ -130,6 +130,9 @@ def kernel_product(
         scale_spec = pl.BlockSpec((None, None, groups, block), lambda o, t, *s: (s[0][0], s[1][t], 0, o))
         out_spec = pl.BlockSpec((tile, block), lambda o, t, *s: (s[2][t], o))
         blocks, shape = outputs // block, (total, outputs)
+    if not interpret:
+        # Told to, for the compiler would take the whole of a small enough stack into fast memory before each call.
+        packed, scale = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (packed, scale))
     row_specs = [pl.BlockSpec((tile, x.shape[1]), lambda o, t, *s: (s[2][t], 0)) for x in inputs]
     out = pl.pallas_call(
         body,

@@ -179,7 +179,11 @@ class Program:
         if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done") or "called_computations=" in one.attributes:
             return 0
         if one.opcode.endswith("-start"):  # the result holds what is made and what was read, side by side
-            return sum(_hbm(read_shapes(part)) for part in tuple_parts(one.shape)[:2])
+            parts = [read_shapes(part) for part in tuple_parts(one.shape)[:2]]
+            if one.opcode == "async-start":  # a slice, of which only that is read, or put into place
+                size = min(sum(s.bytes for s in part) for part in parts)
+                return sum(size for part in parts if _hbm(part))
+            return sum(map(_hbm, parts))
         out, operands = _hbm(one.shapes), computation.operand_shapes(one)
         if one.opcode in ("dynamic-slice", "gather", "slice"):
             return 2 * out
