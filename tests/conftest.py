@@ -22,6 +22,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # now, for commands under test ask for as many as they need
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
