@@ -12,13 +12,12 @@ import tyro
 from kimi_jax.checkpoint.load import declared_model, load_model
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.compilation_cache import compilation_cache
-from kimi_jax.cli.job import JobFlags, job_mesh
+from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
 from kimi_jax.cli.output import UsageError, byte_progress, console, emit, print_table, remark
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import BUCKETS, bucket, cache_room
 from kimi_jax.inference.functions import extend
 from kimi_jax.inference.generate import PREFILL_PIECE
-from kimi_jax.parallel.mesh import parse_mesh
 from kimi_jax.planning.compile import Step, step_arguments
 from kimi_jax.planning.measure import DECODED, bandwidth, floor_bytes, measure_decode, measure_prefill, time_by_part
 
@@ -63,10 +62,7 @@ class Bench:
         longest = max(max(self.prompt), max(contexts) + DECODED)
         if longest > config.max_positions:
             raise UsageError(f"prompts and contexts reach {longest} tokens, the model has {config.max_positions}")
-        try:
-            shape = parse_mesh(self.mesh)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        shape = mesh_shape(self.mesh)
         mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags(), profile=None))), shape)
         ways = 1 if mesh is None else mesh.shape["data"]
         uneven = [rows for rows in self.batch if rows % ways]
@@ -178,10 +174,7 @@ class Warmup:
             raise UsageError("there is no compilation cache: unset JAX_COMPILATION_CACHE_DIR, or name a directory")
         directory = find_checkpoint(self.directory)
         config = ModelConfig.from_file(directory)
-        try:
-            shape = parse_mesh(self.mesh)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        shape = mesh_shape(self.mesh)
         mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags()))), shape)
         spec, params = declared_model(directory, mesh=mesh, dtype=self.dtype)
         for rows in self.batch:

@@ -14,7 +14,7 @@ from kimi_jax.cli.output import UsageError, only_first_prints
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.distributed import start
 from kimi_jax.parallel.launch_environment import DistributedError, Job, find_job
-from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh
+from kimi_jax.parallel.mesh import ask_for_cpu_devices, make_mesh, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ class JobFlags:
         job = start(job, config=config, settings=settings)
         only_first_prints(None if job is None else job.index)
         return job
+
+
+def mesh_shape(text: str) -> dict[str, int] | None:
+    """What `--mesh` says. **Raises:** `UsageError` where it cannot be read."""
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def job_mesh(job: Job | None, shape: Mapping[str, int] | None) -> Mesh | None:

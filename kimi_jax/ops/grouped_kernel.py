@@ -2,8 +2,7 @@
 
 Weights stay packed until they lie on the chip: a grid step fetches a block of one expert's codes and scales, unpacks a
 few columns at a time next to the multiply, and the next block is fetched meanwhile. Only experts with rows are
-fetched, each once for a block of outputs (once more where its rows fill several tiles with others in between: never,
-for rows come sorted).
+fetched, each block once, for rows come sorted.
 
 A byte holds inputs 2j and 2j + 1. Nothing interleaves them: the rows' even and odd columns are split instead, and
 `x W = x_even W_low + x_odd W_high`.
