@@ -450,7 +450,7 @@ def test_computing_in_bfloat16_leaves_float32_parameters_alone(spread):
     [
         ("layers.1.block_sparse_moe.experts.w1.weight_packed", (16, 64, 32), (2, 64, 32)),
         ("layers.8.block_sparse_moe.experts.w2.weight_scale", (16, 64, 2), (2, 64, 2)),
-        ("layers.1.block_sparse_moe.gate.weight", (16, 128), (16, 128)),
+        ("layers.1.block_sparse_moe.gate.weight", (16, 128), (4, 128)),
         ("layers.1.block_sparse_moe.shared_experts.down_proj.weight", (128, 128), (128, 32)),
         ("layers.0.self_attn.A_log", (4,), (1,)),
         ("layers.0.self_attn.k_conv1d.weight", (64, 4), (16, 4)),
