@@ -6,7 +6,8 @@ H the width of `W_k c`. Softmax in float32, blocks of the cache at a time with a
 buffer grows with T·S and a cache is only read as far as it is filled.
 
 - `prefill_attention` expands a block's keys and values for all heads: cheapest where many queries share them.
-- `decode_attention` folds `W_k` into the query and `W_v` into the output and reads each latent once.
+- `decode_attention` folds `W_k` into the query and `W_v` into the output and reads each latent once; on TPU by the
+    kernel of `kimi_jax.ops.latent_kernel`.
 - `sparse_attention` does the same over positions chosen for each token.
 """
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_jax.ops.latent_kernel import fits_kernel, kernel_attention
 from kimi_jax.ops.norms import wide_dtype
 
 Combine = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
@@ -101,7 +103,15 @@ def decode_attention(
         return _scores("btnc,bsc->btns", folded, entries), entries[..., :rank]
 
     scale = q.shape[-1] ** -0.5
-    mixed = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine, layer)
+
+    def loop() -> Array:
+        return _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine, layer)
+
+    def kernel() -> Array:
+        peak, total, mixed = kernel_attention(folded[:, 0], latents, rank, positions[:, 0], scale, layer)
+        return _finish(peak[:, None], total[:, None], mixed[:, None], combine).astype(q.dtype)
+
+    mixed = jax.lax.platform_dependent(tpu=kernel, default=loop) if fits_kernel(q, latents, rank) else loop()
     return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
 
 

@@ -20,10 +20,10 @@ CONTEXT = "context"
 def over_positions(
     attend: Callable[..., Array], arrays: dict[str, Any], axes: dict[str, Axes], capacity: int, out: Axes
 ) -> Array:
-    """Attention with the cache's positions over `context`; plain attention on any other mesh.
+    """Attention with heads over `tensor` and the cache's positions over `context`.
 
-    Each device attends to the positions it holds with its part of the heads; peaks, sums and mixed values are then
-    merged exactly.
+    Each device attends to the positions it holds with its part of the heads; where there are several parts, peaks, sums
+    and mixed values are then merged exactly.
 
     **Arguments:**
 
@@ -33,9 +33,9 @@ def over_positions(
     - `capacity`: positions of the cache. `out`: logical axes of the result.
     """
     mesh = active_mesh()
-    if mesh is None or divided("positions", capacity) is None:
+    if mesh is None or capacity % mesh.shape[CONTEXT]:
         return attend(0, None, None, **arrays)
-    share = capacity // mesh.shape[CONTEXT]
+    split, share = mesh.shape[CONTEXT] > 1, capacity // mesh.shape[CONTEXT]
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
 
     def combine(peak: Array, total: Array, mixed: Array) -> tuple[Array, Array, Array]:
@@ -50,6 +50,8 @@ def over_positions(
         return jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True)
 
     def local(arrays: dict[str, Any]) -> Array:
+        if not split:
+            return attend(0, None, None, **arrays)
         return attend(jax.lax.axis_index(CONTEXT) * share, combine, gather, **arrays)
 
     def spec(name: str, shape: tuple[int, ...], axes: Axes) -> PartitionSpec:

@@ -20,7 +20,7 @@ from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
 from kimi_jax.model.model import ModelSpec, nest, param_layout
-from kimi_jax.ops import grouped_kernel, grouped_loop, indexer, latent_attention
+from kimi_jax.ops import grouped_kernel, grouped_loop, indexer, latent_attention, latent_kernel
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
 from kimi_jax.planning.hlo import Shape
@@ -222,7 +222,13 @@ def kernels(spec: ModelSpec, step: Step) -> dict[str, Kernel]:
             rows.sizes[0], codes[-3], codes[-2], codes[-1], rows.bits // 8, load.rows, load.met
         )
 
-    return {grouped_kernel.kernel_product.__name__: grouped}
+    def attention(arrays: Sequence[Shape]) -> tuple[float, float]:
+        wide = [x for x in arrays if x.bits >= 16 and len(x.sizes) > 2]
+        parts = 1 if spec.mesh is None else spec.mesh.shape["context"]
+        filled, sizes = -(-step.filled // parts), [tuple(x.sizes) for x in wide]
+        return latent_kernel.kernel_work(sizes, filled, spec.config.mla.kv_rank, wide[1].bits // 8)
+
+    return {grouped_kernel.kernel_product.__name__: grouped, latent_kernel.kernel_attention.__name__: attention}
 
 
 def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
