@@ -14,7 +14,7 @@ from kimi_jax.model.layers import MLP, Linear, Norm
 from kimi_jax.model.mla import MultiHeadLatentAttention
 from kimi_jax.model.moe import LatentMoE
 from kimi_jax.model.parts import part
-from kimi_jax.ops.attn_res import Bank, mix_residuals, save_block
+from kimi_jax.ops.attn_res import Bank, mix_query, mix_residuals, save_block
 from kimi_jax.parallel.sharding import constrain, divided
 
 
@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
         call: Call,
         cache: LayerCache | None,
         choice: Int[Array, "B T A"] | None = None,
+        number: Int[Array, ""] | int = 0,
         starts_block: Bool[Array, ""] | bool = False,
     ) -> tuple[Array, Bank | None, LayerTrace]:
         """Returns the running sum and the bank after this layer, and its trace, the cache after it among it.
@@ -75,10 +76,16 @@ class DecoderLayer(nnx.Module):
             Residuals.
         - `cache`: this layer's, None without one; in a loop an MLA layer gets the stack of `call.round`'s kind.
         - `choice`: expert numbers to use in place of the router's own choice.
+        - `number`: of this layer, from 0: its mixes are the bank's `2·number` and the one behind.
         - `starts_block`: whether the running sum goes to the bank and begins anew.
         """
-        h = prefix if bank is None else self._mix(prefix, bank, "self_attention")
-        bank = None if bank is None else save_block(bank, prefix, starts_block)
+        eps = self.config.norm_eps
+        h = prefix
+        if bank is not None:
+            with part("residuals"):
+                # Saved first: what reads the bank before it is written would have it copied.
+                bank = save_block(bank, prefix, starts_block, eps)
+                h = mix_residuals(prefix, bank, 2 * number, eps, fresh=starts_block)
         attn_in = self.input_layernorm(h)
         with part("kda" if isinstance(self.self_attn, KimiDeltaAttention) else "mla"):
             attn_out, cache = self.self_attn(attn_in, call, cache)
@@ -86,7 +93,10 @@ class DecoderLayer(nnx.Module):
             prefix = attn_out if starts_block else prefix + attn_out
         else:
             prefix = jnp.where(starts_block, attn_out, prefix + attn_out)
-        h = prefix if bank is None else self._mix(prefix, bank, "mlp")
+        h = prefix
+        if bank is not None:
+            with part("residuals"):
+                h = mix_residuals(prefix, bank, 2 * number + 1, eps)
         mlp_in = self.post_attention_layernorm(h)
         index = weight = None
         if self.has_experts:
@@ -97,7 +107,8 @@ class DecoderLayer(nnx.Module):
         prefix = constrain("hidden", prefix + mlp_out, ("batch", divided("tokens", prefix.shape[1]), None))
         return prefix, bank, LayerTrace(prefix, attn_in, attn_out, mlp_in, mlp_out, index, weight, cache)
 
-    def _mix(self, prefix: Array, bank: Bank, before: str) -> Array:
-        proj, norm = (getattr(self, f"{before}_res_{name}").weight[...] for name in ("proj", "norm"))
-        with part("residuals"):
-            return mix_residuals(prefix, bank, proj[0], norm, self.config.norm_eps)
+    def mix_queries(self) -> Float[Array, "*G 2 D"]:
+        """The queries of its two mixes; of a stack of layers, of each."""
+        mixes = ("self_attention_res_norm", "self_attention_res_proj"), ("mlp_res_norm", "mlp_res_proj")
+        weights = [[getattr(self, name).weight[...] for name in mix] for mix in mixes]
+        return jnp.stack([mix_query(norm, proj) for norm, proj in weights], axis=-2)

@@ -61,7 +61,7 @@ def run_loop(
     split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
     chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]
     if bank is not None:
-        bank = Bank(bank.sums, jnp.asarray(bank.held, jnp.int32))
+        bank = bank._replace(held=jnp.asarray(bank.held, jnp.int32))
 
     def one_round(carry: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         prefix, bank, caches = carry
@@ -73,7 +73,8 @@ def run_loop(
             starts = starts_block(layer.config, part.layers(place), number)
             held = jax.tree.map(lambda x: x[number], own) if isinstance(own, KDACache) else own
             at = replace(call, round=number)
-            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], starts)
+            layer_number = part.first + number * part.period + place
+            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], layer_number, starts)
             if isinstance(own, KDACache):
                 after.append(jax.tree.map(lambda x, new: x.at[number].set(new), own, trace.cache))
             else:

@@ -14,9 +14,9 @@ from kimi_jax.model.layers import Embedding, Linear, Norm
 from kimi_jax.model.loop import Choices, run_loop, starts_block
 from kimi_jax.model.parts import part as named
 from kimi_jax.model.segments import segments
-from kimi_jax.ops.attn_res import Bank, mix_residuals
+from kimi_jax.ops.attn_res import Bank, empty_bank, mix_query, mix_residuals
 from kimi_jax.ops.norms import wide_dtype
-from kimi_jax.parallel.sharding import constrain, divided
+from kimi_jax.parallel.sharding import Axes, constrain, divided
 
 
 class Output(NamedTuple):
@@ -86,23 +86,33 @@ class Transformer(nnx.Module):
             else:
                 starts = starts_block(self.config, [part.first])
                 own = None if before is None else before[0]
-                prefix, bank, trace = layers[0](prefix, bank, call, own, given.get(part.first), starts)
+                prefix, bank, trace = layers[0](prefix, bank, call, own, given.get(part.first), part.first, starts)
                 after = (trace.cache,)
                 traces |= {part.first: trace} if seen else {}
             if cache is not None:
                 caches += after
         if bank is not None:
-            proj, norm = self.output_attn_res_proj.weight[...][0], self.output_attn_res_norm.weight[...]
             with named("residuals"):
-                prefix = mix_residuals(prefix, bank, proj, norm, self.config.norm_eps)
+                prefix = mix_residuals(prefix, bank, 2 * self.config.num_layers, self.config.norm_eps)
         return Output(prefix, tuple(caches), tuple(traces.values()))
 
     def _empty_bank(self, prefix: Array) -> Bank | None:
         block = self.config.attn_res_block_size
         if block is None:
             return None
-        room = jnp.zeros((-(-self.config.num_layers // block), *prefix.shape), prefix.dtype)
-        return Bank(constrain("bank", room, (None, "batch", divided("tokens", prefix.shape[1]), None)), 0)
+        queries, entry = [], 0
+        for part in self.segments:
+            each = [layer.mix_queries() for layer in self.layers[entry : entry + part.period]]
+            entry += part.period
+            # Of a loop, round by round; of one layer, its two.
+            queries.append(jnp.stack(each, axis=-3).reshape((-1, prefix.shape[-1])))
+        queries.append(mix_query(self.output_attn_res_norm.weight[...], self.output_attn_res_proj.weight[...])[None])
+        bank = empty_bank(-(-self.config.num_layers // block), prefix, jnp.concatenate(queries))
+        rows: Axes = ("batch", divided("tokens", prefix.shape[1]))
+        return bank._replace(
+            sums=constrain("bank", bank.sums, (None, *rows, None)),
+            scores=constrain("bank scores", bank.scores, (None, None, *rows)),
+        )
 
     def logits(self, final_hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead W"]:
         """`lm_head(norm(h))` in float32 at least, over the axis "vocab"."""

@@ -3,17 +3,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.attn_res import Bank, mix_residuals, save_block
+from kimi_jax.ops.attn_res import empty_bank, mix_query, mix_residuals, save_block
 
 B, T, D, EPS = 2, 3, 12, 1e-5
 
 
 @jax.jit
 def mix(prefix, bank, proj, norm):
-    """The bank is given as a list, and padded to six sums of which so many are held."""
-    sums = jnp.zeros((6, *prefix.shape), prefix.dtype)
-    bank = Bank(sums.at[: len(bank)].set(jnp.stack(bank)) if bank else sums, jnp.asarray(len(bank)))
-    return mix_residuals(prefix, bank, proj, norm, EPS)
+    """The sums to save are given as a list; there is room for six. The query is the second of three."""
+    return mix_residuals(prefix, saved_bank(prefix, bank, proj, norm), jnp.asarray(1), EPS)
+
+
+def saved_bank(prefix, sums, proj, norm, traced=True):
+    query = mix_query(jnp.asarray(norm), jnp.asarray(proj)[None])
+    bank = empty_bank(6, prefix, jnp.stack([2 * query, query, -query]))
+    bank = bank._replace(held=jnp.asarray(0)) if traced else bank
+    for entry in sums:
+        bank = save_block(bank, jnp.asarray(entry), jnp.asarray(True) if traced else True, EPS)
+    return bank
 
 
 @pytest.fixture(scope="module")
@@ -82,27 +89,41 @@ def test_a_number_known_while_tracing_gives_the_same(arguments):
     sources, proj, norm = arguments
     sources, proj, norm = map(jnp.asarray, (sources, proj, norm))
     *bank, prefix = sources[:3]
-    known = mix_residuals(prefix, Bank(sources, 2), proj, norm, EPS)  # what is not held is no zero here
-    np.testing.assert_allclose(known, mix(prefix, bank, proj, norm), rtol=1e-6, atol=1e-6)
+    saved = saved_bank(prefix, bank, proj, norm, traced=False)
+    saved = saved._replace(sums=saved.sums.at[2:].set(jnp.nan))  # what is not held is not looked at
+    np.testing.assert_allclose(
+        mix_residuals(prefix, saved, 1, EPS), mix(prefix, bank, proj, norm), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_running_sum_just_saved_counts_once(arguments, traced):
+    """A layer that starts a block saves the running sum before it mixes."""
+    sources, proj, norm = arguments
+    bank = saved_bank(jnp.asarray(sources[2]), list(sources[:3]), proj, norm, traced)
+    found = mix_residuals(jnp.asarray(sources[2]), bank, 1, EPS, fresh=jnp.asarray(True) if traced else True)
+    np.testing.assert_allclose(found, loop(sources[:3], proj, norm), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_block_is_saved_only_where_one_starts(arguments, starts, traced):
-    sources, _, _ = arguments
-    bank = Bank(jnp.asarray(sources[:3]).at[1:].set(0), jnp.asarray(1) if traced else 1)
-    saved = save_block(bank, jnp.asarray(sources[4]), jnp.asarray(starts) if traced else starts)
+    sources, proj, norm = arguments
+    bank = saved_bank(jnp.asarray(sources[0]), list(sources[:1]), proj, norm, traced)
+    saved = save_block(bank, jnp.asarray(sources[4]), jnp.asarray(starts) if traced else starts, EPS)
     assert int(saved.held) == (2 if starts else 1)
-    wanted = np.zeros_like(sources[:3])
-    wanted[0] = sources[0]
-    wanted[1] = sources[4] if starts else 0
-    np.testing.assert_array_equal(saved.sums, wanted)
+    np.testing.assert_array_equal(saved.sums[0], sources[0])
+    np.testing.assert_array_equal(saved.sums[1], sources[4] if starts else 0)
+    np.testing.assert_array_equal(saved.sums[2:], 0)
+    assert np.isfinite(saved.scores[:, :2]).all() == starts
+    assert np.isneginf(saved.scores[:, 2:]).all()
 
 
 def test_a_full_bank_stays_as_it_is(arguments):
     """In a loop every round may start a block; in the last rounds the bank is full."""
-    sources, _, _ = arguments
-    bank = Bank(jnp.asarray(sources), jnp.asarray(5))
-    saved = save_block(bank, jnp.zeros((B, T, D)), jnp.asarray(False))
-    assert int(saved.held) == 5
-    np.testing.assert_array_equal(saved.sums, sources)
+    sources, proj, norm = arguments
+    bank = saved_bank(jnp.asarray(sources[0]), [sources[i % 5] for i in range(6)], proj, norm)
+    saved = save_block(bank, jnp.zeros((B, T, D)), jnp.asarray(False), EPS)
+    assert int(saved.held) == 6
+    np.testing.assert_array_equal(saved.sums, bank.sums)
+    np.testing.assert_array_equal(saved.scores, bank.scores)
