@@ -35,7 +35,7 @@ class MLACache:
     """What an MLA layer keeps of each token.
 
     - `latents`: `[B, S, C + R]`: the kv latent after its norm, and the extra key width; in the compute dtype, or in
-        float8_e4m3fn where the cache was so made.
+        float8_e4m3fn where the cache was so made. Of a layer with an indexer zeros follow (`entry_width`).
     - `index_keys`: `[B, S, K]` of the layers with an indexer, otherwise None; in the compute dtype.
     """
 
@@ -45,6 +45,8 @@ class MLACache:
 
 LayerCache = KDACache | MLACache
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
+LANES = 128
+"""Numbers side by side in a tile of a TPU's memory."""
 UNROLLED_ROWS = 64
 """Rows that are written without a loop: for TPU7x the compiler copies the whole cache into a loop's layout and back."""
 ROW_AXIS = {"state": -4, "conv_tail": -4, "latents": -3, "index_keys": -3}
@@ -85,6 +87,16 @@ class Cache:
         return next((layer.latents.dtype for layer in self.layers if isinstance(layer, MLACache)), None)
 
 
+def entry_width(config: ModelConfig, layer: int) -> int:
+    """Numbers of a cached latent entry: `C + R`, with an indexer the next multiple of `LANES`.
+
+    Where the width is no such multiple, TPUs keep the positions side by side, and to gather some of the positions the
+    compiler first lays out all of the cache another way.
+    """
+    width = config.mla.latent_dim
+    return -(-width // LANES) * LANES if config.has_indexer(layer) else width
+
+
 def cache_layout(
     config: ModelConfig,
     dtype: jnp.dtype,
@@ -99,7 +111,7 @@ def cache_layout(
 
     **Returns:** a `Cache` of `jax.ShapeDtypeStruct`, and the axes of a layer's arrays by field name.
     """
-    kda, mla, taps = config.kda, config.mla, config.kda.conv_width
+    kda, taps = config.kda, config.kda.conv_width
     wide = wide_dtype(dtype)
 
     def layer(i: int) -> LayerCache:
@@ -111,7 +123,7 @@ def cache_layout(
             )
         width = config.indexer.head_dim if config.indexer and config.has_indexer(i) else None
         return MLACache(
-            jax.ShapeDtypeStruct((batch, max_len, mla.latent_dim), latent_dtype or dtype),
+            jax.ShapeDtypeStruct((batch, max_len, entry_width(config, i)), latent_dtype or dtype),
             None if width is None else jax.ShapeDtypeStruct((batch, max_len, width), dtype),
         )
 

@@ -55,8 +55,7 @@ def run_loop(
     """Runs the rounds of a segment.
 
     Small parameters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what reads
-    them is told the round: a slice would be a copy (one is made where an indexer gathers the latents it chose). Caches
-    are carried, so that each round writes in place.
+    them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
     """
     split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
     chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]

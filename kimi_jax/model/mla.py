@@ -104,6 +104,7 @@ class MultiHeadLatentAttention(nnx.Module):
         latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
         places = call.positions, call.real, call.round
         if cache is not None:
+            latents = jnp.pad(latents, ((0, 0), (0, 0), (0, cache.latents.shape[-1] - latents.shape[-1])))
             latents = write_positions(write_rows, cache.latents, latents, *places)
         index_keys = None
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ops.latent_attention import Combine, cached_positions, sparse_attention, widened
 from kimi_jax.ops.norms import at_least_float32, wide_dtype
+from kimi_jax.ops.selection import best_positions
 
 KEY_BLOCK = 1024
 """Cached positions scored at a time."""
@@ -60,6 +61,8 @@ def choose_positions(
     def one_block(j: Array, scores: Array) -> Array:
         start = jnp.minimum(j * size, capacity - size)
         part = index_scores(q, cached_positions(k, start, size, layer), weight)
+        place = first + start + jnp.arange(size, dtype=positions.dtype)
+        part = jnp.where(place[None, None, :] <= positions[:, :, None], part, -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
 
     wide = wide_dtype(q.dtype)
@@ -67,19 +70,18 @@ def choose_positions(
     filled = length - first
     filled = min(filled, capacity) if isinstance(filled, int) else jnp.clip(filled, 0, capacity)
     scores = jax.lax.fori_loop(0, -(-filled // size), one_block, scores)
-    visible = first + jnp.arange(capacity, dtype=positions.dtype)[None, None, :] <= positions[:, :, None]
-    best, index = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), min(top_k, capacity))
+    best, index = best_positions(scores, min(top_k, capacity), filled)
     index = first + index
     if gather is not None:
         best, index = gather(best), gather(index)
-        best, place = jax.lax.top_k(best, min(top_k, best.shape[-1]))
+        best, place = best_positions(best, min(top_k, best.shape[-1]))
         index = jnp.take_along_axis(index, place, axis=-1)
     return index, best > -jnp.inf
 
 
 def indexed_attention(
     q: Float[Array, "B T N HR"],
-    latents: Float[Array, "*G B S CR"],
+    latents: Float[Array, "*G B S X"],
     w_key: Float[Array, "N H C"],
     w_value: Float[Array, "N V C"],
     index_q: Float[Array, "B T G K"],
@@ -97,17 +99,20 @@ def indexed_attention(
 
     Blocks of `QUERY_BLOCK` tokens, so that the gathered entries stay few. With at most `top_k` entries before a
     token this equals dense attention. Arguments as `choose_positions` (G index heads) and `prefill_attention`; where
-    the entries lie on several devices, each attends to those of the chosen that it holds.
+    the entries lie on several devices, each attends to those of the chosen that it holds. Numbers behind the first
+    `C + R` of an entry are not read.
     """
 
-    own = latents if layer is None else jax.lax.dynamic_index_in_dim(latents, layer, keepdims=False)
+    capacity, width = latents.shape[-2], w_key.shape[-1] + q.shape[-1] - w_key.shape[-2]
+    row = jnp.arange(latents.shape[-3], dtype=jnp.int32)[:, None, None]
+    lead = () if layer is None else (layer,)
 
     def one_block(inputs: tuple[Array, ...]) -> Array:
         q, index_q, index_weight, positions = inputs
         index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather, layer)
-        held = (index >= first) & (index < first + latents.shape[-2])
-        # Every token's own J entries of the cache: B·T·J·(C+R) numbers gathered.
-        chosen = jax.vmap(lambda entries, at: entries[at])(own, jnp.where(held, index - first, 0))
+        held = (index >= first) & (index < first + capacity)
+        # Every token's own J entries of the cache, straight from the stack of layers: B·T·J·(C+R) numbers gathered.
+        chosen = latents[(*lead, row, jnp.where(held, index - first, 0))][..., :width]
         return sparse_attention(q, widened(chosen, q.dtype), real & held, w_key, w_value, combine)
 
     tokens = q.shape[1]

@@ -114,7 +114,8 @@ def _cache_bytes(config: ModelConfig) -> dict[str, int]:
     kda = [layer for layer in layout.layers if isinstance(layer, KDACache)]
     mla = [layer for layer in layout.layers if isinstance(layer, MLACache)]
     return {
-        "cache_bytes_per_token": sum(size(layer.latents, layer.index_keys) for layer in mla),
+        # Of latents what is in them: the cache of a layer with an indexer pads them.
+        "cache_bytes_per_token": sum(2 * config.mla.latent_dim + size(layer.index_keys) for layer in mla),
         "state_bytes": sum(size(layer.state) for layer in kda),
         "conv_bytes": sum(size(layer.conv_tail) for layer in kda),
     }

@@ -163,6 +163,11 @@ class Program:
         for _, one in self.instructions(every=True):
             if one.opcode == "fusion" or ("to_apply=" in one.attributes and one.opcode != "call"):
                 inside.update(called_by(one))
+            elif one.opcode == "async-start" and one.operands:  # counted here, however deep in calls the work stands
+                started = called_by(one)
+                for name in started:
+                    started += [x for made in self.computations[name].instructions.values() for x in called_by(made)]
+                inside.update(started)
         return inside
 
     def instructions(self, every: bool = False) -> Iterator[tuple[Computation, Instruction]]:
@@ -176,7 +181,11 @@ class Program:
         """Bytes that an instruction reads from and writes to HBM; of what it slices only the slice."""
         if (work := self._work(computation, one)) is not None:
             return work[1]
-        if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done") or "called_computations=" in one.attributes:
+        if (
+            one.opcode in _NO_TRAFFIC
+            or one.opcode.endswith(("-update", "-done"))
+            or "called_computations=" in one.attributes
+        ):
             return 0
         if one.opcode.endswith("-start"):  # the result holds what is made and what was read, side by side
             parts = [read_shapes(part) for part in tuple_parts(one.shape)[:2]]

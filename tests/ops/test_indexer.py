@@ -136,3 +136,14 @@ def test_at_most_top_k_positions_are_dense_attention(long, top_k):
     found = attend(q, latents, w_key, w_value, index_q, index_k, index_weight, positions, S, top_k)
     dense = jax.jit(partial(prefill_attention, num_blocks=1))(q, latents, w_key, w_value, positions)
     np.testing.assert_allclose(found, dense, atol=1e-5 * float(jnp.abs(dense).max()))
+
+
+def test_entries_come_straight_from_a_stack_of_layers(long):
+    """Of the second of three layers, entries wider than `C + R`: what follows is not read."""
+    q, latents, w_key, w_value, index_q, index_k, index_weight = long
+    positions = np.arange(LONG - 20, LONG, dtype=np.int32)[None]
+    wanted = attend(*long, positions, LONG, 64)
+    wide = np.concatenate([latents, np.full_like(latents, np.nan)], axis=-1)
+    wide, index_k = (np.stack([np.full_like(x, np.nan), x, np.full_like(x, np.nan)]) for x in (wide, index_k))
+    found = attend(q, wide, w_key, w_value, index_q, index_k, index_weight, positions, LONG, 64, layer=np.int32(1))
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * float(jnp.abs(wanted).max()))

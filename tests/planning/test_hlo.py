@@ -230,3 +230,38 @@ def test_kernels_and_what_custom_calls_run():
     assert program.collectives() == {"all-reduce": (1, 2048)}
     assert program.traffic() == 500 + 2 * 2048
     assert given[0] == [(8, 128), (4, 64, 64)]
+
+
+def test_what_is_started_elsewhere_counts_once():
+    """A gather as a v5p's second kind of core runs it: started empty, given its arrays by an update, calls in calls."""
+    text = """\
+HloModule gather, is_scheduled=true
+
+%inner (stack: bf16[64,128], at: s32[8]) -> bf16[8,128] {
+  %stack = bf16[64,128]{1,0} parameter(0)
+  %at = s32[8]{0} parameter(1)
+  ROOT %taken = bf16[8,128]{1,0} gather(%stack, %at), slice_sizes={1,128}
+}
+
+%called (stack: bf16[64,128], at: s32[8]) -> bf16[8,128] {
+  %stack.1 = bf16[64,128]{1,0} parameter(0)
+  %at.1 = s32[8]{0} parameter(1)
+  ROOT %call = bf16[8,128]{1,0} call(%stack.1, %at.1), to_apply=%inner
+}
+
+%sent (stack: bf16[64,128], at: s32[8]) -> bf16[8,128] {
+  %stack.2 = bf16[64,128]{1,0} parameter(0)
+  %at.2 = s32[8]{0} parameter(1)
+  %start = ((bf16[64,128]{1,0}, s32[8]{0}), bf16[8,128]{1,0}, u32[]) async-start(%stack.2, %at.2), calls=%called
+  ROOT %done = bf16[8,128]{1,0} async-done(%start)
+}
+
+ENTRY %main (p0: bf16[64,128], p1: s32[8]) -> bf16[8,128] {
+  %p0 = bf16[64,128]{1,0} parameter(0)
+  %p1 = s32[8]{0} parameter(1)
+  %empty = ((), (), (s32[8]{0})) async-start(), calls=%sent
+  %given = ((bf16[64,128]{1,0}, s32[8]{0}), bf16[8,128]{1,0}, (s32[8]{0})) async-update(%empty, %p0, %p1)
+  ROOT %made = bf16[8,128]{1,0} async-done(%given)
+}
+"""
+    assert Program(text).traffic() == 2 * 8 * 128 * 2

@@ -43,6 +43,12 @@ def test_25_and_20_hang_on_no_choice_of_what_counts(k3, k31):
                 assert (paper.free + vision) // (paper.conversation_bytes - tails) == expected
 
 
+def test_entries_that_an_indexer_chooses_are_padded_in_memory(k3, k31):
+    """576 numbers to 640, in 24 layers; on paper they are not."""
+    dense, sparse = (place(config, {"tensor": 16}, 8192).conversation for config in (k3, k31))
+    assert sparse - dense == 8192 * 24 * 2 * (64 + 128)
+
+
 def test_16_h200_hold_the_weights_and_8_do_not(k3):
     assert on_paper(k3, 16 * 141 * GB, FULL).free == 695_139_675_136
     eight = on_paper(k3, 8 * 141 * GB, FULL)
