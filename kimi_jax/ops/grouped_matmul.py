@@ -4,8 +4,8 @@
 `{"weight_packed": [E, O, I/2], "weight_scale": [E, O, I/32]}` in MXFP4. The arrays may be stacks of several layers,
 `[G, E, …]`, with the number of the one to use beside them as `"layer"`. Rows come sorted by expert.
 
-Three forms agree: `grouped_matmul_reference` for small sizes, the loop over tiles of `kimi_jax.ops.grouped_loop`, and
-on TPU the kernel of `kimi_jax.ops.grouped_kernel` for packed experts.
+The forms agree: `grouped_matmul_reference` for small sizes, the loop over tiles of `kimi_jax.ops.grouped_loop`, and
+for packed experts the kernels of `kimi_jax.ops.grouped_kernel` on TPU and `grouped_gpu_kernel` on NVIDIA GPUs.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.grouped_gpu_kernel import fits_gpu_kernel, gpu_kernel_product
 from kimi_jax.ops.grouped_kernel import fits_kernel, kernel_product
 from kimi_jax.ops.grouped_loop import loop_product, loop_weight_gradient, one_matrix
 from kimi_jax.ops.mxfp4 import dequantize
@@ -106,7 +107,9 @@ def _either(rows: Array, weights: ExpertWeights, group_sizes: Array, *, transpos
         # A CPU multiplies a single row as it reads the matrix, and copies the matrix for several.
         single = partial(loop, least=1)
         return jax.lax.platform_dependent(rows, weights, group_sizes, cpu=single, default=loop)
-    if not fits_kernel(weights["weight_packed"].shape):
-        return loop(rows, weights, group_sizes)
-    kernel = partial(kernel_product, transposed=transposed)
-    return jax.lax.platform_dependent(rows, weights, group_sizes, tpu=kernel, default=loop)
+    shape, kernels = weights["weight_packed"].shape, {}
+    if fits_kernel(shape):
+        kernels["tpu"] = partial(kernel_product, transposed=transposed)
+    if fits_gpu_kernel(shape, rows.dtype):
+        kernels["cuda"] = partial(gpu_kernel_product, transposed=transposed)
+    return jax.lax.platform_dependent(rows, weights, group_sizes, default=loop, **kernels)

@@ -20,7 +20,15 @@ from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
 from kimi_jax.model.model import ModelSpec, nest, param_layout
-from kimi_jax.ops import grouped_kernel, grouped_loop, indexer, latent_attention, latent_kernel, selection
+from kimi_jax.ops import (
+    grouped_gpu_kernel,
+    grouped_kernel,
+    grouped_loop,
+    indexer,
+    latent_attention,
+    latent_kernel,
+    selection,
+)
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
 from kimi_jax.planning.hlo import Shape
@@ -216,11 +224,16 @@ def kernels(spec: ModelSpec, step: Step) -> dict[str, Kernel]:
     """Work of the hand-written kernels in a step, by function."""
     load = expert_load(spec, step)
 
-    def grouped(arrays: Sequence[Shape]) -> tuple[float, float]:
-        codes = max((x for x in arrays if x.bits == 8), key=lambda x: x.bytes).sizes
+    def on_tpu(arrays: Sequence[Shape]) -> tuple[float, float]:
+        experts, outputs, width = _largest_bytes(arrays)[-3:]
         rows = next(x for x in arrays if len(x.sizes) == 2)
-        return grouped_kernel.kernel_work(
-            rows.sizes[0], codes[-3], codes[-2], codes[-1], rows.bits // 8, load.rows, load.met
+        return grouped_kernel.kernel_work(rows.sizes[0], experts, outputs, width, rows.bits // 8, load.rows, load.met)
+
+    def on_gpu(arrays: Sequence[Shape]) -> tuple[float, float]:
+        experts, outputs, groups, part = _largest_bytes(arrays)[-4:]
+        rows = next(x for x in arrays if len(x.sizes) == 2)
+        return grouped_gpu_kernel.gpu_kernel_work(
+            rows.sizes[0], experts, outputs, groups * part, rows.bits // 8, load.rows, load.met
         )
 
     def attention(arrays: Sequence[Shape]) -> tuple[float, float]:
@@ -229,7 +242,16 @@ def kernels(spec: ModelSpec, step: Step) -> dict[str, Kernel]:
         filled, sizes = -(-step.filled // parts), [tuple(x.sizes) for x in wide]
         return latent_kernel.kernel_work(sizes, filled, spec.config.mla.kv_rank, wide[1].bits // 8)
 
-    return {grouped_kernel.kernel_product.__name__: grouped, latent_kernel.kernel_attention.__name__: attention}
+    return {
+        grouped_kernel.kernel_product.__name__: on_tpu,
+        grouped_gpu_kernel.gpu_kernel_product.__name__: on_gpu,
+        latent_kernel.kernel_attention.__name__: attention,
+    }
+
+
+def _largest_bytes(arrays: Sequence[Shape]) -> tuple[int, ...]:
+    """Sizes of the largest array of bytes."""
+    return max((x for x in arrays if x.bits == 8), key=lambda x: x.bytes).sizes
 
 
 def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
