@@ -35,7 +35,7 @@ BYTES = GROUPS * BYTES_OF_SCALE
 
 
 def fits_gpu_kernel(packed_shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Whether the kernel takes rows of `dtype` and codes `[…, E, O, I/2]`: in whole blocks, and of a size it reaches."""
+    """Whether the kernel takes rows of `dtype` and codes `[…, E, O, I/2]`: whole blocks, of a size it reaches."""
     outputs, width = packed_shape[-2:]
     whole = outputs % OUTPUTS == 0 and width % BYTES == 0
     taken = dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -108,20 +108,18 @@ def gpu_kernel_product(
     *lead, outputs, width = packed.shape
     tile = gpu_tile_rows(total, lead[-1], rows.dtype.itemsize)
     visits = row_visits(group_sizes, total, tile)
+    inputs: tuple[Array, ...]
+    made: tuple[int, ...]
     if transposed:
-        inputs: tuple[Array, ...] = (rows,)
-        shape = jax.ShapeDtypeStruct((total, width), rows.dtype)
-        body, blocks, shapes = _transposed_body, width // BYTES, (shape, shape)
+        body, blocks, inputs, made = _transposed_body, width // BYTES, (rows,), (width, width)
     else:
-        inputs = (rows[:, 0::2], rows[:, 1::2])
-        shape = jax.ShapeDtypeStruct((total, outputs), rows.dtype)
-        body, blocks, shapes = _body, outputs // OUTPUTS, (shape,)
+        body, blocks, inputs, made = _body, outputs // OUTPUTS, (rows[:, 0::2], rows[:, 1::2]), (outputs,)
     # Two programs share a core: its 228 kB hold two or three steps' operands for each.
     stages = 3 if tile < LARGEST_TILE else 2
     out = pl.pallas_call(
         partial(body, tile),
         grid=(blocks, visits[0].shape[0]),
-        out_shape=shapes,
+        out_shape=[jax.ShapeDtypeStruct((total, columns), rows.dtype) for columns in made],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
     )(layer, *visits, *inputs, packed.reshape((*lead, outputs, -1, BYTES_OF_SCALE)), scale[..., None])

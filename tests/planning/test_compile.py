@@ -57,8 +57,7 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
     assert found.bytes > 0.3 * found.arguments
     rounds = {loop.function: (loop.rounds, loop.source) for loop in found.loops}
     assert rounds["_attend"] == (4, "assumed")
-    if pod.platform == "cuda":  # on TPU a kernel: `test_grouped_kernel.py`
-        assert rounds["loop_product"] == (pytest.approx(16 * (1 - 0.75**8)), "assumed")
+    assert "loop_product" not in rounds  # on both a kernel: `test_grouped_kernel.py`
     seconds, bound = ahead.roofline(pod, found)
     assert bound == "memory"
     assert seconds == found.bytes / pod.bandwidth
