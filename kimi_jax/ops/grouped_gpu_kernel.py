@@ -210,7 +210,7 @@ def _unpacked(codes: Any, scale: Any, at: tuple[Any, ...], dtype: jnp.dtype) -> 
     high = ((wide & 128) << 8) | ((wide & 112) << 5)
 
     def matrix(bits: Array) -> Array:
-        values = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
-        return (values * 2.0**14 * scales).astype(dtype).reshape((bits.shape[0], -1))
+        values = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16) * 2.0**14
+        return (values.astype(jnp.float32) * scales).astype(dtype).reshape((bits.shape[0], -1))
 
     return matrix(low), matrix(high)
