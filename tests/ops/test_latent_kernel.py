@@ -47,7 +47,9 @@ def test_each_row_sees_its_own_filled_entries(arguments, kernel):
     for row, position in enumerate(POSITIONS):
         peak, total, mixed = (np.asarray(x[row], np.float64) for x in found)
         if position < 0:
-            assert np.isneginf(peak).all() and not total.any() and not mixed.any()
+            assert np.isneginf(peak).all()
+            assert not total.any()
+            assert not mixed.any()
             continue
         wanted = softmax(q[row].astype(np.float64), stack[1, row, : position + 1].astype(np.float64), 0.1)
         for got, want in zip((peak, total, mixed), wanted, strict=True):
