@@ -25,7 +25,7 @@ def check(found, scores, k):
 
 
 def rows(size, dtype=np.float32):
-    """`[7, 1, size]`, rows easy to get wrong: of all exponents, few values, equal, all or nearly all -inf."""
+    """`[7, 1, size]`, rows to get wrong: all exponents, few values, one value, all or nearly all -inf."""
     rng = np.random.default_rng(0)
     with np.errstate(over="ignore"):
         spread = (rng.normal(size=size) * np.exp(rng.uniform(-80, 80, size))).astype(dtype)
