@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.model import Model, ModelSpec, Params, nest, param_layout
+from kimi_jax.ops.rounding import DENSE_WEIGHTS, round_channels
 from kimi_jax.parallel.expert_parallel import STRATEGIES
 from kimi_jax.parallel.mesh import check_mesh
 from kimi_jax.parallel.sharding import array_sharding
@@ -25,7 +28,7 @@ COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 
 ParamSource = HuggingFaceSource | ConvertedSource
 Progress = Callable[[int, int], None]
-"""Called with the bytes placed so far and the bytes in all."""
+"""Called with the bytes read so far and the bytes in all."""
 
 
 def load_model(
@@ -36,6 +39,7 @@ def load_model(
     layers: Sequence[int] | None = None,
     expert_strategy: str = "auto",
     loop: bool | None = None,
+    dense_weights: str = "bf16",
     progress: Progress | None = None,
 ) -> Model:
     """Loads a checkpoint onto the devices of `mesh`; on several hosts each reads only what its devices hold.
@@ -53,26 +57,38 @@ def load_model(
         moves (see `kimi_jax.parallel.expert_parallel`).
     - `loop`: stack the layers that repeat and run them as a loop (`kimi_jax.model.segments`): minutes less of compiling
         for K3. None: on accelerators, unless `layers` are chosen. On CPU a loop copies every weight it uses.
-    - `progress`: called after each array with bytes placed and bytes in all.
+    - `dense_weights`: "int8" or "fp8" (float8_e4m3fn) rounds the projections of attention and of the dense and shared
+        MLPs, and the head, to eight bits with one float32 scale an output channel, half of bfloat16's bytes. As the
+        checkpoint has them stay embedding, `kv_b_proj`, indexer, router, and the projections around the experts. "bf16"
+        rounds nothing. Devices round one array after the other.
+    - `progress`: called after each array with the bytes read and the bytes in all.
 
     **Raises:** `ConfigError` for the configuration, `MeshError` where the mesh does not divide the model,
     `CheckpointError` for the files: nothing is allocated before names, shapes, dtypes and file sizes are found right,
-    and a conversion that is not finished is refused. `ValueError` for `dtype` and `layers`.
+    and a conversion that is not finished is refused; and naming the parameter where what is rounded holds NaN or
+    infinity. `ValueError` for `dtype`, `dense_weights`, `expert_strategy` and `layers`.
     """
     if loop and layers is not None:
         raise ValueError("loop is for whole models: leave it out when choosing layers")
-    source, spec = _open(directory, mesh, dtype, expert_strategy, False if layers is not None else loop)
-    declared = param_layout(spec.config, spec.loop)
+    loop = False if layers is not None else loop
+    source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
+    published = param_layout(spec.config, spec.loop)
+    declared = param_layout(spec.config, spec.loop, dense_weights)
     shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
     present = _check_layers(layers, source.config)
-    wanted = {key: names for key, (_, _, names) in declared.items() if _is_wanted(key, present)}
+    wanted = {key: names for key, (_, _, names) in published.items() if _is_wanted(key, present)}
     for names in wanted.values():
         _check_same_dtype(source, names)
     sizes = {key: math.prod(declared[key][0].shape) * source.dtype(names[0]).itemsize for key, names in wanted.items()}
     placed, total = 0, sum(sizes.values())
     params: dict[str, Array | jax.ShapeDtypeStruct] = {key: struct for key, (struct, _, _) in declared.items()}
     for key, names in wanted.items():
-        params[key] = _place(source, names, declared[key][0].shape, shardings[key])
+        array = _place(source, names, declared[key][0].shape, shardings[key])
+        if declared[key][0].dtype != published[key][0].dtype:
+            scale = f"{key}_scale"
+            places = shardings[key], shardings[scale], array_sharding("faults", (), (), mesh)
+            array, params[scale] = _round(key, array, dense_weights, places)
+        params[key] = array
         placed += sizes[key]
         if progress is not None:
             progress(placed, total)
@@ -92,31 +108,40 @@ def declared_model(
     dtype: DTypeLike = "bfloat16",
     expert_strategy: str = "auto",
     loop: bool | None = None,
+    dense_weights: str = "bf16",
 ) -> tuple[ModelSpec, Params]:
     """What `load_model` would load: its `spec`, and parameters of which shapes, dtypes and shardings are known."""
-    source, spec = _open(directory, mesh, dtype, expert_strategy, loop)
-    layout = param_layout(spec.config, spec.loop)
-    for _, _, names in layout.values():
+    source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
+    published = param_layout(spec.config, spec.loop)
+    for _, _, names in published.values():
         _check_same_dtype(source, names)
-    params = {
-        key: jax.ShapeDtypeStruct(x.shape, source.dtype(names[0]), sharding=array_sharding(key, x.shape, axes, mesh))
-        for key, (x, axes, names) in layout.items()
-    }
+    params = {}
+    for key, (x, axes, names) in param_layout(spec.config, spec.loop, dense_weights).items():
+        kept = key in published and x.dtype == published[key][0].dtype
+        stored = source.dtype(names[0]) if kept else x.dtype
+        params[key] = jax.ShapeDtypeStruct(x.shape, stored, sharding=array_sharding(key, x.shape, axes, mesh))
     return spec, nest(params)
 
 
 def _open(
-    directory: str | Path, mesh: Mesh | None, dtype: DTypeLike, expert_strategy: str, loop: bool | None
+    directory: str | Path,
+    mesh: Mesh | None,
+    dtype: DTypeLike,
+    expert_strategy: str,
+    loop: bool | None,
+    dense_weights: str,
 ) -> tuple[ParamSource, ModelSpec]:
     check_mesh(mesh)
     compute = _compute_dtype(dtype)
     if expert_strategy not in STRATEGIES:
         raise ValueError(f"expert_strategy {expert_strategy!r} is none of {', '.join(STRATEGIES)}")
+    if dense_weights not in DENSE_WEIGHTS:
+        raise ValueError(f"dense_weights {dense_weights!r} is none of {', '.join(DENSE_WEIGHTS)}")
     source = open_source(directory)
     if loop is None:
         devices = jax.devices() if mesh is None else mesh.devices.flat
         loop = devices[0].platform != "cpu"
-    return source, ModelSpec(source.config, mesh, compute, expert_strategy, loop)
+    return source, ModelSpec(source.config, mesh, compute, expert_strategy, loop, dense_weights)
 
 
 def open_source(directory: str | Path) -> ParamSource:
@@ -147,6 +172,29 @@ def _place(
         return out
 
     return jax.make_array_from_callback(shape, sharding, part, dtype=source.dtype(names[0]))
+
+
+def _round(key: str, weight: Array, kind: str, places: tuple[jax.sharding.Sharding, ...]) -> tuple[Array, Array]:
+    """A parameter in eight bits, and its scales; the array that it was is given up before the next one is read."""
+    rounded, scale, faults = _rounding(kind, places)(weight)
+    if int(faults):
+        raise CheckpointError(
+            f"parameter {key}: NaN or infinity in {int(faults)} of its {scale.size} output channels, which cannot be "
+            f"rounded to {kind}; dense_weights='bf16' loads it as it is"
+        )
+    weight.delete()
+    return rounded, scale
+
+
+@cache
+def _rounding(kind: str, places: tuple[jax.sharding.Sharding, ...]) -> Callable[[Array], Any]:
+    """The jitted `round_channels`, and the number of channels whose scale is not finite."""
+
+    def rounded(weight: Array) -> tuple[Array, Array, Array]:
+        values, scale = round_channels(weight, kind)
+        return values, scale, jnp.sum(~jnp.isfinite(scale), dtype=jnp.int32)
+
+    return jax.jit(rounded, out_shardings=places)
 
 
 def _check_same_dtype(source: ParamSource, names: tuple[str, ...]) -> None:

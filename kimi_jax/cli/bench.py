@@ -42,6 +42,8 @@ class Bench:
     """Devices by axis, e.g. data=2,tensor=4; none is one device."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the computation."""
+    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
+    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     profile: Path | None = None
     """Keep the profiles here, to be opened with xprof."""
     json: bool = False
@@ -69,7 +71,9 @@ class Bench:
         if uneven:
             raise UsageError(f"--batch {uneven[0]} cannot be split over data={ways}")
         with byte_progress("loading") as progress:
-            model = load_model(directory, mesh=mesh, dtype=self.dtype, progress=progress)
+            model = load_model(
+                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
+            )
         rate = bandwidth(model)
         prefills, decodes = [], []
         for length in self.prompt:
@@ -92,7 +96,10 @@ class Bench:
             return
         out = console()
         device = jax.devices()[0].device_kind
-        out.print(f"{directory} on {1 if mesh is None else mesh.size} × {device}, {self.dtype}; ", end="")
+        out.print(
+            f"{directory} on {1 if mesh is None else mesh.size} × {device}, {self.dtype}, dense weights {self.dense_weights}; ",
+            end="",
+        )
         out.print(f"memory {rate / 1e9:,.1f} GB/s\n")
         print_table(
             out,
@@ -131,6 +138,7 @@ def _report(bench: Bench, rate: float, prefills: Any, decodes: Any, parts: Any) 
         "directory": str(bench.directory),
         "mesh": bench.mesh,
         "dtype": bench.dtype,
+        "dense_weights": bench.dense_weights,
         "device": jax.devices()[0].device_kind,
         "bytes_per_second": rate,
         "prefill": [asdict(x) | {"tokens_per_second": x.tokens_per_second} for x in prefills],
@@ -162,6 +170,8 @@ class Warmup:
     """Devices by axis, e.g. data=2,tensor=4; none is one device."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the computation."""
+    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
+    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
     """Several processes that run this together."""
 
@@ -176,7 +186,7 @@ class Warmup:
         config = ModelConfig.from_file(directory)
         shape = mesh_shape(self.mesh)
         mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags()))), shape)
-        spec, params = declared_model(directory, mesh=mesh, dtype=self.dtype)
+        spec, params = declared_model(directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights)
         for rows in self.batch:
             for room in self.max_len:
                 capacity = cache_room(config, room)

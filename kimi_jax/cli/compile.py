@@ -37,6 +37,8 @@ class Compile:
     """Tokens of the prompt's piece that prefill adds to one row for each part of the mesh axis data."""
     layers: int | None = None
     """Compile only the first layers, with embedding and head: for a quick look."""
+    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
+    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     save: Path | None = None
     """A directory for the serialised executables, where the backend can write them."""
     json: bool = False
@@ -61,11 +63,13 @@ class Compile:
         phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
         steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        title = f"{self.model} ({config.num_layers} layers) on {pod.name}"
+        name = name if self.dense_weights == "bf16" else f"{name}-{self.dense_weights}"
+        rounded = "" if self.dense_weights == "bf16" else f", dense weights in {self.dense_weights}"
+        title = f"{self.model} ({config.num_layers} layers{rounded}) on {pod.name}"
         results = []
         print(f"{title}: compiling takes minutes", file=sys.stderr)
         try:
-            for result in compile_steps(config, pod, steps, self.save, name):
+            for result in compile_steps(config, pod, steps, self.save, name, self.dense_weights):
                 results.append(result)
                 if not self.json:
                     _print(console(), title, pod, result)
@@ -73,8 +77,8 @@ class Compile:
             raise CommandError(str(error)) from None
         if self.json:
             entries = [_as_json(pod, result) for result in results]
-            described = {"model": self.model, "layers": config.num_layers, "pod": asdict(pod)}
-            print(json.dumps({**described, "steps": entries}, indent=2))
+            described = {"model": self.model, "layers": config.num_layers, "dense_weights": self.dense_weights}
+            print(json.dumps({**described, "pod": asdict(pod), "steps": entries}, indent=2))
         short = [result.step.phase for result in results if not _fits(pod, result)]
         if short:
             raise CommandError(f"{title}: {' and '.join(short)} {'does' if len(short) == 1 else 'do'} not fit")

@@ -36,6 +36,8 @@ class Generate:
     devices are made."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the computation."""
+    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
+    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     max_new_tokens: int = 64
     """Bound on the new tokens."""
     temperature: float = 0.0
@@ -73,7 +75,9 @@ class Generate:
         except ValueError as error:
             raise UsageError(str(error)) from None
         with byte_progress("loading") as progress:
-            model = load_model(directory, mesh=mesh, dtype=self.dtype, progress=progress)
+            model = load_model(
+                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
+            )
         self._generate(model, tokenizer, prompt, sampling)
 
     def _tokenizer(self, directory: Path, config: ModelConfig) -> Tokenizer | None:

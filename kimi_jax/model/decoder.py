@@ -34,22 +34,23 @@ class LayerTrace(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Attention (KDA or MLA) and MLP (dense or mixture of experts), joined by Attention Residuals.
 
-    Without `attn_res_block_size` it is the plain pre-norm residual layer.
+    Without `attn_res_block_size` it is the plain pre-norm residual layer. `dense_weights` is how the projections of
+    the attention and of the dense and shared MLP are stored, as `Linear` takes it.
     """
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(self, config: ModelConfig, number: int, dense_weights: str = "bf16") -> None:
         width, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = Norm(width, eps)
         self.self_attn: Any = (
-            KimiDeltaAttention(config)
+            KimiDeltaAttention(config, dense_weights)
             if config.layer_kinds[number] == "kda"
-            else MultiHeadLatentAttention(config, config.has_indexer(number))
+            else MultiHeadLatentAttention(config, config.has_indexer(number), dense_weights)
         )
         self.post_attention_layernorm = Norm(width, eps)
         if config.has_experts(number):
-            self.block_sparse_moe = LatentMoE(config)
+            self.block_sparse_moe = LatentMoE(config, dense_weights)
         else:
-            self.mlp = MLP(config, config.intermediate_size)
+            self.mlp = MLP(config, config.intermediate_size, dense_weights)
         if config.attn_res_block_size is not None:
             self.self_attention_res_norm = Norm(width, eps)
             self.self_attention_res_proj = Linear(1, width)

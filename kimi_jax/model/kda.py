@@ -1,5 +1,7 @@
 """The Kimi Delta Attention layer."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -34,28 +36,29 @@ class OutputNorm(nnx.Module):
 class KimiDeltaAttention(nnx.Module):
     """`o_proj(norm(KDA(q, k, v, decay, β)) · σ(gate))`; see `kimi_jax.ops.kda` for the recurrence."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dense_weights: str = "bf16") -> None:
         kda, hidden = config.kda, config.hidden_size
+        linear = partial(Linear, stored=dense_weights)
         heads, width = kda.num_heads, kda.head_dim
         inner, by_head = heads * width, ("heads", heads)
-        self.q_proj = Linear(inner, hidden, (by_head, None))
-        self.k_proj = Linear(inner, hidden, (by_head, None))
-        self.v_proj = Linear(inner, hidden, (by_head, None))
+        self.q_proj = linear(inner, hidden, (by_head, None))
+        self.k_proj = linear(inner, hidden, (by_head, None))
+        self.v_proj = linear(inner, hidden, (by_head, None))
         self.q_conv1d = ShortConvolution(config)
         self.k_conv1d = ShortConvolution(config)
         self.v_conv1d = ShortConvolution(config)
-        self.f_a_proj = Linear(width, hidden)
-        self.f_b_proj = Linear(inner, width, (by_head, None))
-        self.b_proj = Linear(heads, hidden, ("heads", None))
+        self.f_a_proj = linear(width, hidden)
+        self.f_b_proj = linear(inner, width, (by_head, None))
+        self.b_proj = linear(heads, hidden, ("heads", None))
         self.A_log = parameter((heads,), ("heads",), F32)
         self.dt_bias = parameter((inner,), (by_head,), F32)
         if kda.full_rank_gate:
-            self.g_proj = Linear(inner, hidden, (by_head, None))
+            self.g_proj = linear(inner, hidden, (by_head, None))
         else:
-            self.g_a_proj = Linear(width, hidden)
-            self.g_b_proj = Linear(inner, width, (by_head, None))
+            self.g_a_proj = linear(width, hidden)
+            self.g_b_proj = linear(inner, width, (by_head, None))
         self.o_norm = OutputNorm(config)
-        self.o_proj = Linear(hidden, inner, (None, by_head))
+        self.o_proj = linear(hidden, inner, (None, by_head))
         self.config = config
 
     def __call__(

@@ -1,6 +1,7 @@
 """The small parts: parameters with logical axes, linear maps, norms, embedding, dense MLP."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.ops.activations import silu_glu, situ
-from kimi_jax.ops.norms import rms_norm
+from kimi_jax.ops.norms import along_last, at_least_float32, rms_norm
+from kimi_jax.ops.rounding import ROUNDED
 from kimi_jax.parallel.sharding import Axes, constrain, divided
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -22,15 +24,31 @@ def parameter(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype = BF16) -> nn
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
 
 
+def project(x: Float[Array, "*lead I"], weight: Array, dtype: jnp.dtype | None = None) -> Float[Array, "*lead O"]:
+    """`x` times the transpose of `weight` `[O, I]`, in the dtype of `x`; `dtype`: of the product, by default the same."""
+    wanted: Any = dtype
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=wanted)
+
+
 class Linear(nnx.Module):
-    """`y = W x`, no bias; `weight` is `[out, in]` as stored."""
+    """`y = W x`, no bias; `weight` is `[out, in]` as published.
 
-    def __init__(self, out: int, into: int, axes: Axes = (None, None)) -> None:
-        self.weight = parameter((out, into), axes)
+    With `stored` "int8" or "fp8" it is rounded to eight bits, and `weight_scale` `[out]` holds a float32 a channel: see
+    `kimi_jax.ops.rounding`.
+    """
 
-    def __call__(self, x: Float[Array, "*lead I"]) -> Float[Array, "*lead O"]:
-        """`x` times the transpose of `weight`, in the dtype of `x`."""
-        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+    def __init__(self, out: int, into: int, axes: Axes = (None, None), stored: str = "bf16") -> None:
+        self.weight = parameter((out, into), axes, BF16 if stored == "bf16" else ROUNDED[stored][0])
+        if stored != "bf16":
+            self.weight_scale = parameter((out,), axes[:1], F32)
+
+    def __call__(self, x: Float[Array, "*lead I"], dtype: jnp.dtype | None = None) -> Float[Array, "*lead O"]:
+        """See `project`; scales multiply the product, in float32 at least."""
+        out = project(x, self.weight[...], dtype)
+        if not hasattr(self, "weight_scale"):
+            return out
+        wide = at_least_float32(out)
+        return (wide * along_last(self.weight_scale[...], wide)).astype(out.dtype)
 
 
 class Norm(nnx.Module):
@@ -66,12 +84,12 @@ def gated_activation(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 class MLP(nnx.Module):
-    """`down(act(gate(x), up(x)))` of width `width`, over the axis "ffn"."""
+    """`down(act(gate(x), up(x)))` of width `width`, over the axis "ffn"; `stored` as `Linear` takes it."""
 
-    def __init__(self, config: ModelConfig, width: int) -> None:
-        self.gate_proj = Linear(width, config.hidden_size, ("ffn", None))
-        self.up_proj = Linear(width, config.hidden_size, ("ffn", None))
-        self.down_proj = Linear(config.hidden_size, width, (None, "ffn"))
+    def __init__(self, config: ModelConfig, width: int, stored: str = "bf16") -> None:
+        self.gate_proj = Linear(width, config.hidden_size, ("ffn", None), stored)
+        self.up_proj = Linear(width, config.hidden_size, ("ffn", None), stored)
+        self.down_proj = Linear(config.hidden_size, width, (None, "ffn"), stored)
         self.config = config
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

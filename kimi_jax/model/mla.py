@@ -67,23 +67,24 @@ class Indexer(nnx.Module):
 class MultiHeadLatentAttention(nnx.Module):
     """Attention over cached latents; see `kimi_jax.ops.latent_attention` for its forms."""
 
-    def __init__(self, config: ModelConfig, has_indexer: bool) -> None:
+    def __init__(self, config: ModelConfig, has_indexer: bool, dense_weights: str = "bf16") -> None:
         mla, hidden = config.mla, config.hidden_size
+        linear = partial(Linear, stored=dense_weights)  # not of `kv_b_proj`, which is folded into the queries
         by_head = ("heads", mla.num_heads)
         q_width = mla.num_heads * (mla.nope_dim + mla.rope_dim)
         out_width = mla.num_heads * mla.value_dim
         if mla.query_rank is None:
-            self.q_proj = Linear(q_width, hidden, (by_head, None))
+            self.q_proj = linear(q_width, hidden, (by_head, None))
         else:
-            self.q_a_proj = Linear(mla.query_rank, hidden)
+            self.q_a_proj = linear(mla.query_rank, hidden)
             self.q_a_layernorm = Norm(mla.query_rank, LATENT_NORM_EPS)
-            self.q_b_proj = Linear(q_width, mla.query_rank, (by_head, None))
-        self.kv_a_proj_with_mqa = Linear(mla.latent_dim, hidden)
+            self.q_b_proj = linear(q_width, mla.query_rank, (by_head, None))
+        self.kv_a_proj_with_mqa = linear(mla.latent_dim, hidden)
         self.kv_a_layernorm = Norm(mla.kv_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(mla.num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, (by_head, None))
         if mla.output_gate:
-            self.g_proj = Linear(out_width, hidden, (by_head, None))
-        self.o_proj = Linear(hidden, out_width, (None, by_head))
+            self.g_proj = linear(out_width, hidden, (by_head, None))
+        self.o_proj = linear(hidden, out_width, (None, by_head))
         if has_indexer:
             self.indexer = Indexer(config)
         self.has_indexer = has_indexer

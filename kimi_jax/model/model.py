@@ -30,6 +30,8 @@ class ModelSpec:
     - `dtype`: of the computation. Stored parameters keep the checkpoint's.
     - `expert_strategy`: see `kimi_jax.parallel.expert_parallel`.
     - `loop`: whether the layers that repeat run as a loop over stacks of them; see `kimi_jax.model.segments`.
+    - `dense_weights`: how most of the weights that are not experts are stored: "bf16" (as in the checkpoint), "int8"
+        or "fp8"; see `kimi_jax.ops.rounding`.
     """
 
     config: ModelConfig
@@ -37,11 +39,12 @@ class ModelSpec:
     dtype: jnp.dtype
     expert_strategy: str = "auto"
     loop: bool = False
+    dense_weights: str = "bf16"
 
     @cached_property
     def graphdef(self) -> nnx.GraphDef:
         """The modules without their parameters."""
-        return nnx.split(Transformer(self.config, self.dtype, self.loop))[0]
+        return nnx.split(Transformer(self.config, self.dtype, self.loop, self.dense_weights))[0]
 
     @cached_property
     def layer_keys(self) -> tuple[str, ...]:
@@ -116,15 +119,15 @@ class Model:
         A digest of the configuration and of a sum over the bits of every parameter: the weights are read once.
         """
         digest = hashlib.sha256(repr(self.config).encode())
-        leaves = dict(flatten(self.params))
+        leaves, stored = dict(flatten(self.params)), self.spec.dense_weights
         sums: dict[str, str] = {}
-        for key, (_, _, names) in param_layout(self.config, self.spec.loop).items():
+        for key, (_, _, names) in param_layout(self.config, self.spec.loop, stored).items():
             # One after the other: hundreds of small all-reduces in flight starve each other on CPU devices.
             leaf = leaves[key]
             for i, name in enumerate(names):
                 total = int(_bit_sum(leaf) if len(names) == 1 else _bit_sum_of(leaf, i))
                 sums[name] = f"{leaf.dtype.name} {total}"
-        for name, (struct, _) in abstract_params(self.config).items():
+        for name, (struct, _) in abstract_params(self.config, stored).items():
             digest.update(f"{name} {struct.shape} {sums[name]}".encode())
         return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
 
@@ -172,16 +175,18 @@ class _Layers(Sequence[DecoderLayer]):
         key, at = stack_places(self.model.config, True)[layer]
         own = self.model.params["layers"][key]
         own = own if at is None else jax.tree.map(lambda x: x[at], own)
-        graphdef = nnx.split(DecoderLayer(self.model.config, layer))[0]
+        graphdef = nnx.split(DecoderLayer(self.model.config, layer, self.model.spec.dense_weights))[0]
         return nnx.merge(graphdef, nnx.State(_as_state(own)))
 
 
 @cache
-def param_layout(config: ModelConfig, loop: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
+def param_layout(
+    config: ModelConfig, loop: bool, dense_weights: str = "bf16"
+) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
     """Shape and dtype, and logical axes, of every array of `params`; and the names of the parameters that it holds."""
     places = stack_places(config, loop)
     layout: dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]] = {}
-    for name, (struct, axes) in abstract_params(config).items():
+    for name, (struct, axes) in abstract_params(config, dense_weights).items():
         head, _, tail = name.partition(".")
         layer, _, rest = tail.partition(".")
         key, at = places[int(layer)] if head == "layers" else ("", None)
@@ -195,9 +200,12 @@ def param_layout(config: ModelConfig, loop: bool) -> dict[str, tuple[jax.ShapeDt
 
 
 @cache
-def abstract_params(config: ModelConfig) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
-    """Every parameter by its dotted name: shape and published dtype, and logical axes. Nothing is allocated."""
-    state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16)))[1]
+def abstract_params(config: ModelConfig, dense_weights: str = "bf16") -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
+    """Every parameter by its dotted name: shape and dtype, and logical axes. Nothing is allocated.
+
+    They are the published ones, but for what `dense_weights` "int8" or "fp8" rounds and the scales beside it.
+    """
+    state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16), dense_weights=dense_weights))[1]
     flat = nnx.to_flat_state(state)
     return {".".join(str(key) for key in path): (leaf.get_value(), leaf.axes) for path, leaf in flat}
 

@@ -65,7 +65,7 @@ class LatentMoE(nnx.Module):
     norm after the weighted sum; the shared experts are one MLP on `x` itself.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dense_weights: str = "bf16") -> None:
         moe = config.moe
         self.gate = Gate(config)
         self.experts = Experts(config)
@@ -75,7 +75,7 @@ class LatentMoE(nnx.Module):
                 self.routed_expert_norm = Norm(moe.latent_width, config.norm_eps)
             self.routed_expert_up_proj = Linear(config.hidden_size, moe.latent_width, (None, "latent"))
         if moe.num_shared:
-            self.shared_experts = MLP(config, moe.num_shared * moe.expert_width)
+            self.shared_experts = MLP(config, moe.num_shared * moe.expert_width, dense_weights)
         self.config = config
 
     def route(

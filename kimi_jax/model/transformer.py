@@ -1,6 +1,6 @@
 """The whole language model."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +10,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Cache, LayerCache
 from kimi_jax.model.call import make_call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
-from kimi_jax.model.layers import Embedding, Linear, Norm
+from kimi_jax.model.layers import Embedding, Linear, Norm, project
 from kimi_jax.model.loop import Choices, run_loop, starts_block
 from kimi_jax.model.parts import part as named
 from kimi_jax.model.segments import segments
@@ -34,20 +34,21 @@ class Transformer(nnx.Module):
     """Embedding, decoder layers, final mix and norm, head. Attribute names are the checkpoint's.
 
     `layers` has an entry a layer; with `loop`, one for each stack of layers that run as a loop: see
-    `kimi_jax.model.segments`. The arrays of such an entry have the rounds as their first axis.
+    `kimi_jax.model.segments`. The arrays of such an entry have the rounds as their first axis. `dense_weights` is how
+    the projections of attention, dense and shared MLP and head are stored, as `Linear` takes it.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, loop: bool = False) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, loop: bool = False, dense_weights: str = "bf16") -> None:
         self.segments = segments(config, loop)
         self.embed_tokens = Embedding(config)
         first = [part.first + place for part in self.segments for place in range(part.period)]
-        self.layers = nnx.List([DecoderLayer(config, i) for i in first])
+        self.layers = nnx.List([DecoderLayer(config, i, dense_weights) for i in first])
         self.norm = Norm(config.hidden_size, config.norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = Norm(config.hidden_size, config.norm_eps)
             self.output_attn_res_proj = Linear(1, config.hidden_size)
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", None))
+            self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", None), dense_weights)
         self.config = config
         self.dtype = dtype
 
@@ -116,9 +117,9 @@ class Transformer(nnx.Module):
 
     def logits(self, final_hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead W"]:
         """`lm_head(norm(h))` in float32 at least, over the axis "vocab"."""
-        head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         with named("head"):
             h = self.norm(final_hidden)
-            wide: Any = wide_dtype(h.dtype)
-            out = jnp.einsum("...d,wd->...w", h, head.weight[...].astype(h.dtype), preferred_element_type=wide)
+            wide = wide_dtype(h.dtype)
+            tied = self.config.tie_embeddings
+            out = project(h, self.embed_tokens.weight[...], wide) if tied else self.lm_head(h, wide)
         return constrain("logits", out, ("batch", *(None,) * (out.ndim - 2), "vocab"))

@@ -142,33 +142,39 @@ def pod_step(pod: Pod, phase: Phase, batch: int | None, context: int | None, tok
     return Step(phase, pod.mesh.get("data", 1), bucket(tokens), context)
 
 
-def argument_bytes(config: ModelConfig, pod: Pod, step: Step) -> int:
+def argument_bytes(config: ModelConfig, pod: Pod, step: Step, dense_weights: str = "bf16") -> int:
     """Weights and cache of one device, from the table of shardings alone."""
-    placement = place(config, pod.mesh, step.context)
+    placement = place(config, pod.mesh, step.context, dense_weights)
     if step.batch % placement.groups:
         raise MeshError(f"a batch of {step.batch} cannot be split over {placement.groups} groups of devices")
     return placement.weight_bytes + step.batch // placement.groups * placement.conversation
 
 
 def compile_steps(
-    config: ModelConfig, pod: Pod, steps: Sequence[Step], save: Path | None = None, name: str = "model"
+    config: ModelConfig,
+    pod: Pod,
+    steps: Sequence[Step],
+    save: Path | None = None,
+    name: str = "model",
+    dense_weights: str = "bf16",
 ) -> Iterator[Compiled | Refused]:
     """Compiles each step for the pod; what cannot fit is refused before.
 
     **Arguments:**
 
     - `save`: a directory for the serialised executables; their names begin with `name`.
+    - `dense_weights`: as `load_model` takes it.
 
     **Raises:** `MeshError` where the mesh does not divide the model, `CompilerError` where no compiler is installed.
     """
     mesh: Mesh | None = None
     for step in steps:
-        size = argument_bytes(config, pod, step)
+        size = argument_bytes(config, pod, step, dense_weights)
         if size > pod.hbm_bytes:
             yield Refused(step, size, "weights and cache alone are larger than the memory; nothing was compiled")
             continue
         mesh = mesh or pod_mesh(pod)
-        spec = ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16), loop=True)
+        spec = ModelSpec(config, mesh, jnp.dtype(jnp.bfloat16), loop=True, dense_weights=dense_weights)
         yield _compile(spec, pod, step, None if save is None else save / f"{name}-{pod.name}-{step.name}.pickle")
 
 
@@ -176,7 +182,7 @@ def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
     """What `inference.functions.extend` takes besides `spec`: shapes, dtypes and shardings, nothing allocated."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
-        for name, (x, axes, _) in param_layout(spec.config, spec.loop).items()
+        for name, (x, axes, _) in param_layout(spec.config, spec.loop, spec.dense_weights).items()
     }
     layout, shardings = cache_placement(spec, step.batch, step.context)
     cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), layout, shardings)

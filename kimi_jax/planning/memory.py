@@ -75,19 +75,20 @@ class Placement:
         return self.groups * bisect_right(range(1, most + 1), memory, key=self.total)
 
 
-def place(config: ModelConfig, mesh: Mapping[str, int], context: int) -> Placement:
+def place(config: ModelConfig, mesh: Mapping[str, int], context: int, dense_weights: str = "bf16") -> Placement:
     """What every device of a mesh holds.
 
     **Arguments:**
 
     - `mesh`: sizes by axis, an axis left out has size 1.
     - `context`: tokens of a conversation.
+    - `dense_weights`: as `load_model` takes it.
 
     **Raises:** `MeshError` for an unknown axis, or naming the array, the axis and both numbers where a size does not
     divide.
     """
     check_axes(mesh)
-    return _place(config, tuple(mesh.get(name, 1) for name in MESH_AXES), context)
+    return _place(config, tuple(mesh.get(name, 1) for name in MESH_AXES), context, dense_weights)
 
 
 def check_axes(mesh: Mapping[str, int]) -> None:
@@ -162,9 +163,9 @@ def temporary_bytes(config: ModelConfig, mesh: Mapping[str, int], rows: int, con
 
 
 @cache
-def _place(config: ModelConfig, sizes: tuple[int, ...], context: int) -> Placement:
+def _place(config: ModelConfig, sizes: tuple[int, ...], context: int, dense_weights: str) -> Placement:
     """See `place`; `sizes` in the order of `MESH_AXES`."""
-    weights, stored = _weights(config, sizes)
+    weights, stored = _weights(config, sizes, dense_weights)
     abstract = AbstractMesh(sizes, MESH_AXES)
     groups = _ways(abstract.shape, "batch")
     layout, axes = cache_layout(config, jnp.dtype(jnp.bfloat16), batch=groups, max_len=context)
@@ -183,12 +184,14 @@ def _place(config: ModelConfig, sizes: tuple[int, ...], context: int) -> Placeme
 
 
 @cache
-def _weights(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, int], ...], int]:
+def _weights(
+    config: ModelConfig, sizes: tuple[int, ...], dense_weights: str
+) -> tuple[tuple[tuple[str, int], ...], int]:
     """Bytes a device by how they are split, and bytes in all."""
     mesh = AbstractMesh(sizes, MESH_AXES)
     by_split: Counter[str] = Counter()
     stored = 0
-    for (shape, dtype, axes), (name, count) in _kinds(config).items():
+    for (shape, dtype, axes), (name, count) in _kinds(config, dense_weights).items():
         array = jax.ShapeDtypeStruct(shape, dtype)
         how, size = _split(name, array, axes, mesh)
         by_split[how] += count * size
@@ -197,10 +200,10 @@ def _weights(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[tuple[tuple[s
 
 
 @cache
-def _kinds(config: ModelConfig) -> dict[tuple[tuple[int, ...], jnp.dtype, Axes], tuple[str, int]]:
+def _kinds(config: ModelConfig, dense_weights: str) -> dict[tuple[tuple[int, ...], jnp.dtype, Axes], tuple[str, int]]:
     """Parameters that are alike: the first one's name and their number, by shape, dtype and logical axes."""
     kinds: dict[tuple[tuple[int, ...], jnp.dtype, Axes], tuple[str, int]] = {}
-    for name, (array, axes) in abstract_params(config).items():
+    for name, (array, axes) in abstract_params(config, dense_weights).items():
         key = (array.shape, array.dtype, axes)
         first, count = kinds.get(key, (name, 0))
         kinds[key] = (first, count + 1)
