@@ -96,11 +96,8 @@ class Bench:
             return
         out = console()
         device = jax.devices()[0].device_kind
-        out.print(
-            f"{directory} on {1 if mesh is None else mesh.size} × {device}, {self.dtype}, dense weights {self.dense_weights}; ",
-            end="",
-        )
-        out.print(f"memory {rate / 1e9:,.1f} GB/s\n")
+        out.print(f"{directory} on {1 if mesh is None else mesh.size} × {device}, {self.dtype}, ", end="")
+        out.print(f"dense weights {self.dense_weights}; memory {rate / 1e9:,.1f} GB/s\n")
         print_table(
             out,
             "Prompts",

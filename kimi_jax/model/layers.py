@@ -25,7 +25,7 @@ def parameter(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype = BF16) -> nn
 
 
 def project(x: Float[Array, "*lead I"], weight: Array, dtype: jnp.dtype | None = None) -> Float[Array, "*lead O"]:
-    """`x` times the transpose of `weight` `[O, I]`, in the dtype of `x`; `dtype`: of the product, by default the same."""
+    """`x` times the transpose of `weight` `[O, I]` in the dtype of `x`; the product has `dtype`, or that of `x`."""
     wanted: Any = dtype
     return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=wanted)
 

@@ -21,11 +21,12 @@ def round_channels(
     - `weight`: `[…, O, I]`, a channel being a row of `I` numbers. `kind`: "int8" or "fp8".
 
     **Returns:** the rounded weight, to the nearest and ties to even, and the scales `[…, O]` in float32. A channel of
-    zeros has the scale 1; one that holds NaN or infinity has such a scale.
+    zeros has the scale 1; one that holds NaN or infinity has the scale NaN.
     """
     dtype, largest = ROUNDED[kind]
     wide = at_least_float32(weight)
-    top = jnp.max(jnp.abs(wide), axis=-1)
+    # A maximum over several devices may lose a NaN; whether all are finite does not.
+    top = jnp.where(jnp.all(jnp.isfinite(wide), axis=-1), jnp.max(jnp.abs(wide), axis=-1), jnp.nan)
     # Smaller scales than the smallest normal number may be taken for zero by a device.
     scale = jnp.where(top == 0, 1, jnp.maximum(top / largest, jnp.finfo(jnp.float32).tiny)).astype(jnp.float32)
     ratio = jnp.clip(wide / scale[..., None].astype(wide.dtype), -largest, largest)

@@ -213,19 +213,32 @@ class Program:
                 written += _hbm(made.shapes)
         return read + min(out, written)
 
-    def _sliced(self, inner: Computation, number: int) -> int | None:
-        """Bytes that a fusion takes of its operand `number` where it only slices it or overwrites a slice."""
+    def _same_values(self, inner: Computation, number: int) -> list[str]:
+        """The names that the whole of operand `number` goes by in a fusion."""
         wanted = (str(number),)
         given = [x.name for x in inner.instructions.values() if x.opcode == "parameter" and x.operands == wanted]
-        total = 0
-        for name in given:  # grows while the same values go by other names
+        for name in given:  # grows meanwhile
             for user in inner.instructions.values():
                 if name not in user.operands:
                     continue
-                place: int | None = 0
-                if user.opcode in ("bitcast", "copy", "reshape", "transpose"):
+                same = user.opcode in ("bitcast", "copy", "reshape", "transpose")
+                if user.opcode == "fusion":  # one that only copies may stand inside another
+                    called = self.computations[attribute(user, "calls")]
+                    same = _roots(called)[0].name in self._same_values(called, user.operands.index(name))
+                if same:
                     given.append(user.name)
-                elif user.opcode in ("dynamic-slice", "gather", "slice") and user.operands[0] == name:
+        return given
+
+    def _sliced(self, inner: Computation, number: int) -> int | None:
+        """Bytes that a fusion takes of its operand `number` where it only slices it or overwrites a slice."""
+        total = 0
+        given = self._same_values(inner, number)
+        for name in given:
+            for user in inner.instructions.values():
+                if name not in user.operands or user.name in given:
+                    continue
+                place: int | None = 0
+                if user.opcode in ("dynamic-slice", "gather", "slice") and user.operands[0] == name:
                     place = sum(s.bytes for s in user.shapes)
                 elif user.opcode == "fusion":
                     called = self.computations[attribute(user, "calls")]

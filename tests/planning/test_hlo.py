@@ -147,6 +147,45 @@ def test_traffic_takes_slices_and_leaves_out_fast_memory():
     assert Program(PROGRAM, {"attend": 4}).traffic() == entry + reduce + 4 * a_round
 
 
+NESTED = """\
+HloModule m
+
+%only_copies (whole: s8[22,64,128]) -> s8[22,64,128] {
+  %whole = s8[22,64,128]{2,1,0} parameter(0)
+  ROOT %copied = s8[22,64,128]{2,1,0} copy(%whole)
+}
+
+%takes_a_slice (stack: s8[22,64,128], n: s32[]) -> s8[64,128] {
+  %stack = s8[22,64,128]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %again = s8[22,64,128]{2,1,0} fusion(%stack), kind=kLoop, calls=%only_copies
+  %zero = s32[] constant(0)
+  %sliced = s8[1,64,128]{2,1,0} dynamic-slice(%again, %n, %zero, %zero), dynamic_slice_sizes={1,64,128}
+  ROOT %row = s8[64,128]{1,0} bitcast(%sliced)
+}
+
+%product (a: s8[22,64,128], b: s32[], c: bf16[8,128]) -> bf16[8,64] {
+  %a = s8[22,64,128]{2,1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %c = bf16[8,128]{1,0} parameter(2)
+  %own = s8[64,128]{1,0} fusion(%a, %b), kind=kLoop, calls=%takes_a_slice
+  ROOT %out = bf16[8,64]{1,0} convolution(%c, %own), dim_labels=bf_oi->bf
+}
+
+ENTRY %main (stack: s8[22,64,128], n: s32[], x: bf16[8,128]) -> bf16[8,64] {
+  %stack = s8[22,64,128]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %x = bf16[8,128]{1,0} parameter(2)
+  ROOT %y = bf16[8,64]{1,0} fusion(%stack, %n, %x), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_a_slice_of_what_a_fusion_inside_only_copies():
+    """As the TPU compiler writes products with a layer's eight-bit weight out of a stack."""
+    assert Program(NESTED).traffic() == 64 * 128 + 4 + 8 * 128 * 2 + 8 * 64 * 2
+
+
 @pytest.mark.parametrize(
     ("line", "flops"),
     [
