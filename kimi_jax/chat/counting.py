@@ -1,0 +1,159 @@
+"""What a conversation costs: tokens by message and part, and the calls of a whole agent run.
+
+An agent calls the model once for each assistant message. Each call sends the whole conversation again: what the call
+before sent or received is cached input, the rest new input. K3 wants earlier thinking sent back, so that it is paid for
+as input in every later call. An image counts as the features that take the place of its `<|media_pad|>`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kimi_jax.chat.images import image_geometry
+from kimi_jax.chat.render import render
+from kimi_jax.chat.segments import Segment, segments_ids
+from kimi_jax.chat.tokenizer import Tokenizer
+
+OPENER = 3
+"""Tokens of the channel opener at the end of a prompt, which the API counts neither as input nor as output."""
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class MessageCount:
+    """Tokens of one message.
+
+    - `message`: its index; None for a message that the renderer adds.
+    - `role`: its role; of an added message the part, for instance "tools".
+    - `parts`: tokens by part, see `kimi_jax.chat.segments.Segment`.
+    """
+
+    message: int | None
+    role: str
+    parts: Mapping[str, int]
+
+    @property
+    def tokens(self) -> int:
+        """All its tokens."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model; in tokens.
+
+    - `message`: index of the assistant message that it answers with; None for the answer still to come.
+    - `cached`, `new`: input that the calls before have sent or received already, and the rest.
+    - `output`: the answer. `thinking`: of the input, reasoning of earlier answers.
+    """
+
+    message: int | None
+    cached: int
+    new: int
+    output: int
+    thinking: int
+
+    @property
+    def input(self) -> int:
+        """All input."""
+        return self.cached + self.new
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Dollars a million tokens."""
+
+    input: float = 2.0
+    cached: float = 0.2
+    output: float = 10.0
+
+    def cost(self, call: Call) -> float:
+        """Dollars of one call."""
+        return (call.new * self.input + call.cached * self.cached + call.output * self.output) / MILLION
+
+    def thinking(self, call: Call) -> float:
+        """Dollars that earlier thinking adds to a call; sent before or written by the model, all of it is cached."""
+        return call.thinking * self.cached / MILLION
+
+
+def count_messages(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
+) -> tuple[MessageCount, ...]:
+    """Tokens of each message of the prompt, in its order. `options` as `render` takes them."""
+    return tuple(_count(messages, group, tokenizer) for group in _grouped(render(messages, **options)))
+
+
+def count_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> tuple[Call, ...]:
+    """The calls of an agent run: one for each assistant message, and one for what follows the last of another role.
+
+    Options that stand behind the messages (tool choice, response format) are taken to be sent, new, with each call.
+    """
+    groups = [_count(messages, group, tokenizer) for group in _grouped(render(messages, **options))]
+    opener = sum(x.tokens for x in groups if x.role == "generation prompt")
+    behind = 0
+    for group in reversed(groups):
+        if group.message is not None:
+            break
+        behind += group.tokens if group.role in ("tool choice", "response format") else 0
+    calls: list[Call] = []
+    sent, thinking, known = 0, 0, 0
+    for group in groups:
+        if group.role == "assistant":
+            header = min(opener - OPENER, group.tokens)
+            output = max(0, group.tokens - opener)
+            calls.append(Call(group.message, known, sent + header + behind - known, output, thinking))
+            known = sent + group.tokens
+            thinking += group.parts.get("reasoning", 0)
+        if group.role not in ("tool choice", "response format", "generation prompt"):
+            sent += group.tokens
+    if opener and (not messages or messages[-1].get("role") != "assistant"):
+        calls.append(Call(None, known, sent + opener - OPENER + behind - known, 0, thinking))
+    return tuple(calls)
+
+
+def further_calls(calls: Sequence[Call], count: int) -> tuple[Call, ...]:
+    """`calls` and more like them, `count` in all: input and output grow by what they did on average.
+
+    The first call's input is not like the others', which only add to it. An answer still to come is one of the calls,
+    with the average output.
+    """
+    if not calls:
+        return ()
+    answered = [call for call in calls if call.message is not None] or [calls[-1]]
+    output = round(sum(call.output for call in answered) / len(answered))
+    later = calls[1:] or calls
+    new = round(sum(call.new for call in later) / len(later))
+    grown = (calls[-1].thinking - calls[0].thinking) / max(1, len(calls) - 1)
+    found = [call if call.message is not None else replace(call, output=output) for call in calls[:count]]
+    while len(found) < count:
+        last = found[-1]
+        held = last.input + OPENER + last.output
+        found.append(Call(None, held, new, output, round(last.thinking + grown)))
+    return tuple(found)
+
+
+def _grouped(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """The segments of each message, the added ones by their part."""
+    groups: list[list[Segment]] = []
+    last: Any = object()
+    for segment in segments:
+        key = segment.message if segment.message is not None else segment.part
+        if key != last:
+            groups.append([])
+            last = key
+        groups[-1].append(segment)
+    return groups
+
+
+def _count(messages: Sequence[Mapping[str, Any]], group: Sequence[Segment], tokenizer: Tokenizer) -> MessageCount:
+    parts: Counter[str] = Counter()
+    for segment in group:
+        parts[segment.part] += len(segments_ids([segment], tokenizer))
+        if segment.part == "image":
+            width, height = map(int, re.findall(r"\d+", segment.text))
+            parts[segment.part] += image_geometry(width, height).features - 1
+    first = group[0]
+    role = first.part if first.message is None else str(messages[first.message].get("role"))
+    return MessageCount(first.message, role, dict(parts))

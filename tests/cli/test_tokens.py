@@ -1,0 +1,78 @@
+"""`kimi-jax tokens`: counts by hand in a vocabulary where each byte is a token."""
+
+import base64
+import json
+
+import pytest
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+    lines = (f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    (tmp_path / "tiktoken.model").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def conversation(tmp_path):
+    file = tmp_path / "run.json"
+    messages = [
+        {"role": "user", "content": "x" * 1000},
+        {"role": "assistant", "reasoning_content": "y" * 300, "content": "z" * 200},
+        {"role": "user", "content": "w" * 100},
+    ]
+    file.write_text(json.dumps({"messages": messages, "thinking_effort": "high", "model": "kimi-k3"}))
+    return file
+
+
+def test_counts_and_cost(run, conversation, vocabulary):
+    code, out, _ = run("tokens", conversation, "--tokenizer", vocabulary, "--json", "--turns", "4")
+    assert code == 0
+    found = json.loads(out)
+    assert [(m["message"], m["role"]) for m in found["messages"][:2]] == [(None, "effort"), (0, "user")]
+    assert found["messages"][2]["parts"]["reasoning"] == 300
+    first, second = found["calls"]
+    assert (first["cached"], first["message"], second["message"]) == (0, 1, None)
+    assert second["thinking"] == 300
+    assert second["cached"] == first["new"] + 3 + first["output"]
+    dollars = [(2 * call["new"] + 0.2 * call["cached"] + 10 * call["output"]) / 1e6 for call in (first, second)]
+    assert [first["dollars"], second["dollars"]] == pytest.approx(dollars)
+    assert found["total"]["dollars"] == pytest.approx(sum(dollars))
+    assert found["total"]["thinking_dollars"] == pytest.approx(300 * 0.2 / 1e6)
+    assert found["turns"]["calls"] == 4
+
+
+def test_tables(run, conversation, vocabulary, monkeypatch):
+    monkeypatch.setenv("KIMI_K3_TOKENIZER", str(vocabulary))
+    code, out, _ = run("tokens", conversation, "--input-price", "4", "--turns", "10")
+    assert code == 0
+    assert "1,000" in out
+    assert "Prices a million tokens: $4 input, $0.2 cached input, $10 output." in out
+    assert "Earlier thinking, sent back: 300 tokens of input over 2 calls, $0.000060 as cached input" in out
+    assert "A run of 10 calls like these:" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code", "said"),
+    [
+        ("[", [], 1, "not JSON"),
+        ("3", [], 1, "wanted a list of messages"),
+        ('[{"role": "wizard", "content": ""}]', [], 1, "wizard"),
+        ("[" * 100_000, [], 1, "not JSON"),
+        ('{"messages": [], "effort": "medium"}', [], 1, "medium"),
+        ("[]", ["--turns", "0"], 2, "--turns must be at least 1"),
+        ("[]", ["--output-price", "-1"], 2, "below 0"),
+    ],
+)
+def test_wrong_use(run, tmp_path, vocabulary, text, options, code, said):
+    file = tmp_path / "run.json"
+    file.write_text(text)
+    found, _, err = run("tokens", file, "--tokenizer", vocabulary, *options)
+    assert (found, said in err) == (code, True), err
+
+
+def test_without_a_vocabulary(run, conversation, monkeypatch):
+    monkeypatch.delenv("KIMI_K3_TOKENIZER", raising=False)
+    code, _, err = run("tokens", conversation)
+    assert (code, "--tokenizer" in err) == (2, True)
+    assert run("tokens", conversation.parent / "none.json", "--tokenizer", conversation.parent)[0] == 1
