@@ -10,6 +10,7 @@ from kimi_jax import __version__
 from kimi_jax.chat.tokenizer import TokenizerError
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.cli.bench import Bench, Warmup
+from kimi_jax.cli.chat import Chat
 from kimi_jax.cli.compilation_cache import use_compilation_cache
 from kimi_jax.cli.compile import Compile
 from kimi_jax.cli.convert import Convert, Export, Verify
@@ -19,6 +20,7 @@ from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_prints
 from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.synthesize import Synthesize
+from kimi_jax.cli.tokens import Tokens
 from kimi_jax.config import ConfigError
 from kimi_jax.parallel.distributed import fail, finish, is_joined
 from kimi_jax.parallel.launch_environment import DistributedError
@@ -27,6 +29,8 @@ from kimi_jax.parallel.mesh import MeshError
 Command = (
     Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Tokens, tyro.conf.subcommand("tokens")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
