@@ -286,9 +286,9 @@ def test_a_megabyte_of_text():
         (TOOLS + "<|open|>call" + " a" * 100_000, 0, 200_012),
         (TOOLS + " \n" * 100_000 + "x", 0, 200_001),
         ("<|open|>" * 30_000, 0, 239_992),
-        (ANSWERED * 20_000, 0, 0),
-        (("<|open|>think<|sep|>a" + ANSWERED) * 10_000 + END, 0, 1),
-        (TOOLS + CALL * 20_000, 20_000, 0),
+        (ANSWERED * 10_000, 0, 0),
+        (("<|open|>think<|sep|>a" + ANSWERED) * 6_000 + END, 0, 1),
+        (TOOLS + CALL * 8_000, 8_000, 0),
     ],
 )
 def test_long_outputs(output, calls, content):
