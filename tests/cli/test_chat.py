@@ -167,7 +167,8 @@ def directory(checkpoint, vocabulary):
 def test_the_command(directory, run, monkeypatch, tmp_path):
     lines = ["hello \\", "there", "/retry", f"/save {tmp_path / 'kept.json'}", "/load nowhere", "/sing", "", "/quit"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    code, out, err = run("chat", directory, "--dtype", "float32", "--max-new-tokens", "4", "--context", "600")
+    options = ["--dtype", "float32", "--max-new-tokens", "4", "--context", "250", "--instruct"]
+    code, out, err = run("chat", directory, *options)
     assert code == 0
     assert out.strip()
     assert "\x1b" not in out
@@ -178,7 +179,8 @@ def test_the_command(directory, run, monkeypatch, tmp_path):
     assert "there is no /sing" in err
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["messages"][0] == {"role": "user", "content": "hello \nthere"}
-    assert kept["effort"] == "max"
+    assert kept["thinking"] is False
+    assert "effort" not in kept
 
 
 @pytest.mark.parametrize(
