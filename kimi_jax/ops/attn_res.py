@@ -46,9 +46,7 @@ def save_block(bank: Bank, prefix: Float[Array, "B T D"], starts: Bool[Array, ""
         return bank
 
     def scored(prefix: Array) -> Array:
-        wide = at_least_float32(prefix)
-        products = jnp.einsum("btd,qd->qbt", wide, bank.queries, precision=jax.lax.Precision.HIGHEST)
-        return products * _inverse_rms(wide, eps)[None]
+        return jnp.einsum("btd,qd->qbt", _unit(prefix, eps), bank.queries, precision=jax.lax.Precision.HIGHEST)
 
     if starts is True:
         new, scores, held = prefix, scored(prefix), bank.held + 1
@@ -85,17 +83,18 @@ def mix_residuals(
     scores = jax.lax.dynamic_index_in_dim(bank.scores, number, keepdims=False)[: sums.shape[0]]
     if fresh is True:
         return _mixed(jax.nn.softmax(scores, axis=0), sums).astype(prefix.dtype)
-    wide = at_least_float32(prefix)
     query = jax.lax.dynamic_index_in_dim(bank.queries, number, keepdims=False)
-    own = jnp.sum(wide * along_last(query, wide), axis=-1) * _inverse_rms(wide, eps)
+    unit = _unit(prefix, eps)
+    own = jnp.sum(unit * along_last(query, unit), axis=-1)
     own = jnp.where(fresh, -jnp.inf, own)
     shares = jax.nn.softmax(jnp.concatenate([scores, own[None]]), axis=0)
-    return (_mixed(shares[:-1], sums) + shares[-1][..., None] * wide).astype(prefix.dtype)
+    return (_mixed(shares[:-1], sums) + shares[-1][..., None] * at_least_float32(prefix)).astype(prefix.dtype)
 
 
 def _mixed(shares: Array, sums: Array) -> Array:
     return jnp.sum(shares[..., None] * at_least_float32(sums), axis=0)
 
 
-def _inverse_rms(wide: Array, eps: float) -> Array:
-    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
+def _unit(entry: Array, eps: float) -> Array:
+    wide = at_least_float32(entry)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -18,6 +18,8 @@ from kimi_jax.cli.talk import DECLINED, Talk
 from kimi_jax.inference.conversation import Conversation
 from kimi_jax.inference.sampling import Sampling
 
+pytestmark = pytest.mark.xdist_group("conversation")  # which shares its compiled functions
+
 
 @pytest.fixture
 def vocabulary(tmp_path):

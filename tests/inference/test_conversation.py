@@ -6,6 +6,7 @@ import pytest
 import kimi_jax as kj
 from kimi_jax.inference.conversation import ContextFullError, Conversation
 
+pytestmark = pytest.mark.xdist_group("conversation")  # which shares its compiled functions
 PROMPT = [5, 301, 17, 44, 9]
 
 
