@@ -40,6 +40,17 @@ def test_another_beginning_starts_again(model):
     assert list(talk.answer(other[:3], [], 3)) == whole(model, other[:3], 3)  # shorter than what is held
 
 
+def test_an_answer_can_be_given_again(model):
+    """The states are those behind the last prompt; the latents of the first answer are written over."""
+    talk = Conversation(model, 200)
+    first = list(talk.answer(PROMPT, [], 6))
+    assert list(talk.answer(PROMPT, [], 6)) == first
+    assert talk.prefilled == 0
+    other = [*PROMPT, first[0], 511 - first[1], 3]
+    assert list(talk.answer(other, [], 4)) == whole(model, other, 4)
+    assert talk.prefilled == 3
+
+
 def test_an_answer_may_be_left(model):
     talk = Conversation(model, 200)
     answer = talk.answer(PROMPT, [], 20)
@@ -54,9 +65,10 @@ def test_where_it_stops(model):
     expected = whole(model, PROMPT, 8)
     stop = expected[3]
     assert list(talk.answer(PROMPT, [stop])) == expected[: expected.index(stop) + 1]
-    with pytest.raises(ContextFullError, match="256 tokens, there is room for 256"):
-        next(talk.answer([1] * 256, []))
-    rest = list(talk.answer([1] * 254, []))
+    small = Conversation(model, 60)
+    with pytest.raises(ContextFullError, match="60 tokens, there is room for 60"):
+        next(small.answer([1] * 60, []))
+    rest = list(small.answer([1] * 58, []))
     assert len(rest) == 2  # the last place is for the last one but none follows it
     with pytest.raises(ValueError, match="outside the vocabulary"):
         next(talk.answer([512], []))
