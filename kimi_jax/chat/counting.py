@@ -19,6 +19,8 @@ from kimi_jax.chat.tokenizer import Tokenizer
 OPENER = 3
 """Tokens of the channel opener at the end of a prompt, which the API counts neither as input nor as output."""
 MILLION = 1_000_000
+_BEHIND = ("tool choice", "response format")
+_PROMPT = "generation prompt"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Call:
     - `message`: index of the assistant message that it answers with; None for the answer still to come.
     - `cached`, `new`: input that the calls before have sent or received already, and the rest.
     - `output`: the answer. `thinking`: of the input, reasoning of earlier answers.
+    - `behind`: of `new`, the options behind the messages, which come with each call and are not kept.
+    - `once`: of `new`, what only a first call has: effort, tools and system messages.
+    - `reasoning`: of the output, reasoning.
     """
 
     message: int | None
@@ -54,6 +59,9 @@ class Call:
     new: int
     output: int
     thinking: int
+    behind: int = 0
+    once: int = 0
+    reasoning: int = 0
 
     @property
     def input(self) -> int:
@@ -90,47 +98,52 @@ def count_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **o
 
     Options that stand behind the messages (tool choice, response format) are taken to be sent, new, with each call.
     """
-    groups = [_count(messages, group, tokenizer) for group in _grouped(render(messages, **options))]
-    opener = sum(x.tokens for x in groups if x.role == "generation prompt")
-    behind = 0
-    for group in reversed(groups):
-        if group.message is not None:
-            break
-        behind += group.tokens if group.role in ("tool choice", "response format") else 0
+    open_end = options.get("add_generation_prompt", True) and (not messages or messages[-1].get("role") != "assistant")
+    segments = render(messages, **(options | {"add_generation_prompt": True}))
+    groups = [_count(messages, group, tokenizer) for group in _grouped(segments)]
+    opener = sum(group.tokens for group in groups if group.role == _PROMPT)
+    behind = sum(group.tokens for group in groups if group.role in _BEHIND)
     calls: list[Call] = []
-    sent, thinking, known = 0, 0, 0
+    sent, thinking, known, once = 0, 0, 0, 0
     for group in groups:
-        if group.role == "assistant":
-            header = min(opener - OPENER, group.tokens)
-            output = max(0, group.tokens - opener)
-            calls.append(Call(group.message, known, sent + header + behind - known, output, thinking))
+        if group.role == "assistant" or (group.role == _PROMPT and open_end):
+            new = sent + opener - OPENER + behind - known
+            reasoning = group.parts.get("reasoning", 0)
+            first = 0 if calls else once
+            calls.append(Call(group.message, known, new, group.tokens - opener, thinking, behind, first, reasoning))
             known = sent + group.tokens
-            thinking += group.parts.get("reasoning", 0)
-        if group.role not in ("tool choice", "response format", "generation prompt"):
+            thinking += reasoning
+        elif group.message is None or group.role == "system":
+            once += group.tokens if group.role not in _BEHIND else 0
+        if group.role not in (*_BEHIND, _PROMPT):
             sent += group.tokens
-    if opener and (not messages or messages[-1].get("role") != "assistant"):
-        calls.append(Call(None, known, sent + opener - OPENER + behind - known, 0, thinking))
     return tuple(calls)
 
 
 def further_calls(calls: Sequence[Call], count: int) -> tuple[Call, ...]:
-    """`calls` and more like them, `count` in all: input and output grow by what they did on average.
+    """`calls` and more like them, `count` in all: each adds the average output, reasoning and new input.
 
-    The first call's input is not like the others', which only add to it. An answer still to come is one of the calls,
-    with the average output.
+    New input is averaged over the calls after the first; of a single call it is the input without what comes once. An
+    answer still to come is one of the calls, with the average output.
+
+    **Raises:** `ValueError` where no call has an answer.
     """
-    if not calls:
-        return ()
-    answered = [call for call in calls if call.message is not None] or [calls[-1]]
+    answered = [call for call in calls if call.message is not None]
+    if not answered:
+        raise ValueError("no answer to average over")
     output = round(sum(call.output for call in answered) / len(answered))
+    reasoning = round(sum(call.reasoning for call in answered) / len(answered))
     later = calls[1:] or calls
-    new = round(sum(call.new for call in later) / len(later))
-    grown = (calls[-1].thinking - calls[0].thinking) / max(1, len(calls) - 1)
-    found = [call if call.message is not None else replace(call, output=output) for call in calls[:count]]
+    new = round(sum(call.new - call.once for call in later) / len(later))
+    found = [
+        call if call.message is not None else replace(call, output=output, reasoning=reasoning)
+        for call in calls[:count]
+    ]
     while len(found) < count:
         last = found[-1]
-        held = last.input + OPENER + last.output
-        found.append(Call(None, held, new, output, round(last.thinking + grown)))
+        held = last.input - last.behind + OPENER + last.output
+        thinking = last.thinking + last.reasoning
+        found.append(Call(None, held, new, output, thinking, last.behind, 0, reasoning))
     return tuple(found)
 
 

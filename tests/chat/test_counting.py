@@ -72,19 +72,34 @@ def test_calls_of_a_run(tokenizer):
     first = USER + 2 + prompt - 3
     said = USER + 2 + ASSISTANT + 4
     assert calls == (
-        Call(1, 0, first, ASSISTANT + 4 - prompt, 0),
-        Call(3, said, USER + 4 + prompt - 3, ASSISTANT + 1 - prompt, 3),
+        Call(1, 0, first, ASSISTANT + 4 - prompt, 0, reasoning=3),
+        Call(3, said, USER + 4 + prompt - 3, ASSISTANT + 1 - prompt, 3, reasoning=1),
     )
     (_, _, third) = count_calls([*MESSAGES, {"role": "user", "content": "h"}], tokenizer, effort=None)
     known = said + USER + 4 + ASSISTANT + 1
     assert third == Call(None, known, USER + 1 + prompt - 3, 0, 4)
+    more = [*MESSAGES, {"role": "user", "content": "h"}]
+    assert count_calls(more, tokenizer, effort=None, add_generation_prompt=False) == calls
 
 
 def test_options_behind_the_messages_are_new_with_each_call(tokenizer):
     plain = count_calls(MESSAGES, tokenizer)
     forced = count_calls(MESSAGES, tokenizer, tool_choice="required")
     option = next(c for c in count_messages(MESSAGES, tokenizer, tool_choice="required") if c.role == "tool choice")
-    assert forced == tuple(dataclasses.replace(call, new=call.new + option.tokens) for call in plain)
+    behind = option.tokens
+    assert forced == tuple(dataclasses.replace(call, new=call.new + behind, behind=behind) for call in plain)
+
+
+def test_what_comes_once(tokenizer):
+    """Effort, tools and system messages are not what a turn adds."""
+    system = {"role": "system", "content": "abc"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    counts = count_messages([system, *MESSAGES], tokenizer, tools=tools)
+    assert [count.role for count in counts[:4]] == ["tools", "effort", "system", "user"]
+    once = sum(count.tokens for count in counts[:3])
+    calls = count_calls([system, *MESSAGES], tokenizer, tools=tools)
+    assert [call.once for call in calls] == [once, 0]
+    assert calls[0].new - once == count_calls(MESSAGES, tokenizer, effort=None)[0].new
 
 
 def test_prices():
@@ -95,11 +110,44 @@ def test_prices():
 
 
 def test_further_calls():
-    calls = (Call(1, 0, 100, 20, 0), Call(3, 123, 40, 30, 15), Call(None, 196, 60, 0, 35))
+    calls = (
+        Call(1, 0, 100, 20, 0, behind=7, once=70, reasoning=15),
+        Call(3, 116, 40, 30, 15, behind=7, reasoning=20),
+        Call(None, 182, 60, 0, 35, behind=7),
+    )
     more = further_calls(calls, 5)
     assert more[:2] == calls[:2]
-    assert more[2] == dataclasses.replace(calls[2], output=25)
-    assert more[3] == Call(None, 196 + 60 + 3 + 25, 50, 25, 52)  # 35 and half of the 35 that two calls added
-    assert more[4].cached == more[3].input + 3 + 25
+    assert more[2] == dataclasses.replace(calls[2], output=25, reasoning=18)
+    assert more[3] == Call(None, 182 + 60 - 7 + 3 + 25, 50, 25, 35 + 18, behind=7, reasoning=18)
+    assert more[4].cached == more[3].input - 7 + 3 + 25
+    assert more[4].thinking == 35 + 18 + 18
     assert further_calls(calls, 1) == calls[:1]
-    assert further_calls((), 3) == ()
+
+
+@pytest.mark.parametrize("calls", [(), (Call(None, 0, 10, 0, 0),)])
+def test_without_an_answer_there_is_no_average(calls):
+    with pytest.raises(ValueError, match="no answer to average over"):
+        further_calls(calls, 3)
+
+
+@pytest.mark.parametrize("written", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"thinking": False}, {"tool_choice": "required", "response_format": {"type": "json_object"}}],
+    ids=["plain", "instruct", "behind"],
+)
+def test_further_calls_are_those_of_the_exchange_written_out(tokenizer, written, options):
+    system = [{"role": "system", "content": "a long instruction that comes once"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    exchange = [
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "reasoning_content": "hm, let me see", "content": "that"},
+    ]
+
+    def calls(times):
+        return count_calls(system + times * exchange, tokenizer, tools=tools, **options)
+
+    def numbers(found):
+        return [(call.cached, call.new, call.output, call.thinking) for call in found]
+
+    assert numbers(further_calls(calls(written), 6)) == numbers(calls(6))
