@@ -1,6 +1,7 @@
 """`kimi-jax tokens`: what a conversation costs."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from kimi_jax.cli.output import CommandError, UsageError, console, print_table
 TOKENIZER_VARIABLE = "KIMI_K3_TOKENIZER"
 OPTIONS = ("tools", "thinking", "effort", "tool_choice", "response_format", "response_schema")
 ALIASES = {"thinking_effort": "effort", "reasoning_effort": "effort"}
+MOST_TURNS = 100_000
 PARTS = ("content", "reasoning", "tool calls", "tool result", "image", "markup")
 
 
@@ -46,10 +48,11 @@ class Tokens:
 
     def run(self) -> None:
         """Counts and prints."""
-        if min(self.input_price, self.cached_price, self.output_price) < 0:
-            raise UsageError("a price cannot be below 0")
-        if self.turns is not None and self.turns < 1:
-            raise UsageError(f"--turns must be at least 1, found {self.turns}")
+        prices = Prices(self.input_price, self.cached_price, self.output_price)
+        if not all(math.isfinite(price) and price >= 0 for price in asdict(prices).values()):
+            raise UsageError("a price must be a number of dollars, not below 0")
+        if self.turns is not None and not 1 <= self.turns <= MOST_TURNS:
+            raise UsageError(f"--turns must lie between 1 and {MOST_TURNS:,}, found {self.turns}")
         messages, options = read_conversation(self.file)
         tokenizer = self._tokenizer()
         try:
@@ -57,24 +60,28 @@ class Tokens:
             calls = count_calls(messages, tokenizer, **options)
         except ChatError as error:
             raise CommandError(f"{self.file}: {error}") from None
-        prices = Prices(self.input_price, self.cached_price, self.output_price)
-        more = () if self.turns is None else further_calls(calls, self.turns)
+        try:
+            more = () if self.turns is None else further_calls(calls, self.turns)
+        except ValueError as error:
+            raise CommandError(f"{self.file}: --turns: {error}") from None
         if self.json:
             print(json.dumps(_report(counts, calls, more, prices), indent=2))
         else:
             _print(counts, calls, more, prices)
 
     def _tokenizer(self) -> Tokenizer:
-        directory = self.tokenizer or Path(os.environ.get(TOKENIZER_VARIABLE, ""))
-        if self.tokenizer is None and TOKENIZER_VARIABLE not in os.environ:
+        directory = self.tokenizer or os.environ.get(TOKENIZER_VARIABLE)
+        if not directory:
             raise UsageError(f"give --tokenizer, a directory with tiktoken.model, or set {TOKENIZER_VARIABLE}")
-        return Tokenizer.from_directory(directory)
+        return Tokenizer.from_directory(Path(directory))
 
 
 def read_conversation(file: Path) -> tuple[list[Any], dict[str, Any]]:
     """The messages of a file and the options beside them. **Raises:** `CommandError` naming what is wrong."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{file}: not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{file}: not JSON: {error}") from None
     if isinstance(found, list):
@@ -82,8 +89,15 @@ def read_conversation(file: Path) -> tuple[list[Any], dict[str, Any]]:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list):
         raise CommandError(f"{file}: wanted a list of messages, or an object with one as 'messages'")
-    named = {ALIASES.get(name, name): value for name, value in found.items() if name != "messages"}
-    return messages, {name: value for name, value in named.items() if name in OPTIONS and value is not None}
+    options: dict[str, Any] = {}
+    for key, value in found.items():
+        name = ALIASES.get(key, key)
+        if name not in OPTIONS or value is None:
+            continue
+        if name in options and options[name] != value:
+            raise CommandError(f"{file}: {name} is said twice, as {options[name]!r} and {value!r}")
+        options[name] = value
+    return messages, options
 
 
 def _sums(calls: Sequence[Call], prices: Prices) -> dict[str, int | float]:

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from kimi_jax.cli.tokens import read_conversation
+
 
 @pytest.fixture
 def vocabulary(tmp_path):
@@ -60,19 +62,41 @@ def test_tables(run, conversation, vocabulary, monkeypatch):
         ('[{"role": "wizard", "content": ""}]', [], 1, "wizard"),
         ("[" * 100_000, [], 1, "not JSON"),
         ('{"messages": [], "effort": "medium"}', [], 1, "medium"),
-        ("[]", ["--turns", "0"], 2, "--turns must be at least 1"),
+        ('{"messages": [], "effort": "low", "reasoning_effort": "high"}', [], 1, "said twice, as 'low' and 'high'"),
+        ("\udcff[]", [], 1, "not UTF-8: invalid start byte at byte 0"),
+        ("[]", ["--turns", "0"], 2, "--turns must lie between 1 and 100,000"),
+        ("[]", ["--turns", "100001"], 2, "--turns must lie between 1 and 100,000"),
+        ('[{"role": "user", "content": ""}]', ["--turns", "2"], 1, "no answer to average over"),
         ("[]", ["--output-price", "-1"], 2, "below 0"),
+        ("[]", ["--cached-price", "nan"], 2, "a number of dollars"),
+        ("[]", ["--input-price", "inf"], 2, "a number of dollars"),
     ],
 )
 def test_wrong_use(run, tmp_path, vocabulary, text, options, code, said):
     file = tmp_path / "run.json"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
     found, _, err = run("tokens", file, "--tokenizer", vocabulary, *options)
     assert (found, said in err) == (code, True), err
+
+
+@pytest.mark.parametrize(
+    "effort",
+    [
+        '"effort": "low", "reasoning_effort": null',
+        '"thinking_effort": null, "effort": "low"',
+        '"effort": "low", "thinking_effort": "low"',
+    ],
+)
+def test_effort_by_its_other_names(tmp_path, effort):
+    file = tmp_path / "run.json"
+    file.write_text('{"messages": [], ' + effort + "}", encoding="utf-8-sig")  # with a byte order mark
+    assert read_conversation(file) == ([], {"effort": "low"})
 
 
 def test_without_a_vocabulary(run, conversation, monkeypatch):
     monkeypatch.delenv("KIMI_K3_TOKENIZER", raising=False)
     code, _, err = run("tokens", conversation)
     assert (code, "--tokenizer" in err) == (2, True)
+    monkeypatch.setenv("KIMI_K3_TOKENIZER", "")
+    assert run("tokens", conversation)[::2] == (2, err)
     assert run("tokens", conversation.parent / "none.json", "--tokenizer", conversation.parent)[0] == 1
