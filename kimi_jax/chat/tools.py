@@ -1,16 +1,22 @@
 """Python functions as tools: their declarations from annotations, and calls with the arguments that a model wrote."""
 
+import hashlib
 import importlib.util
 import inspect
 import json
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_VALUES = (str, int, bool, type(None))
+"""What a Literal may hold: a value is compared with what JSON says, type and all."""
 
 
 class ToolError(ValueError):
@@ -55,25 +61,38 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     """A tool whose parameters are those of `function`, by its annotations, and whose description is its docstring.
 
     Annotations may be `str`, `int`, `float`, `bool`, `None`, `list[…]`, `dict[str, …]`, `Literal[…]`, unions of these,
-    and `Annotated[…, "what it is"]`. A parameter without a default is required.
+    and `Annotated[…, "what it is"]`. A Literal holds `str`, `int`, `bool` or `None`. A parameter without a default is
+    required.
 
-    **Raises:** `ToolError` naming the parameter that cannot be declared.
+    **Raises:** `ToolError` naming the parameter that cannot be declared; also for a coroutine function or a generator,
+    whose call gives no result.
     """
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise ToolError(f"{function!r} has no name to be called by")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolError(f"{name} is an async function; a tool is called without an event loop and must be a plain one")
+    if inspect.isgeneratorfunction(function):
+        raise ToolError(f"{name} is a generator; a tool must return its result, not yield it")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise ToolError(f"{name}: its annotations cannot be read: {error}") from None
+        parameters = inspect.signature(function).parameters
+    except Exception as error:  # annotations are the user's program
+        raise ToolError(f"{name}: its annotations cannot be read: {type(error).__name__}: {error}") from error
     properties: dict[str, Any] = {}
     required = []
-    for key, parameter in inspect.signature(function).parameters.items():
+    for key, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolError(f"{name}: parameter {key!r} cannot be given by name")
         if key not in hints:
             raise ToolError(f"{name}: parameter {key!r} has no annotation; write for instance {key}: str")
-        properties[key] = _schema(f"{name}: parameter {key!r}", hints[key])
+        where = f"{name}: parameter {key!r}"
+        try:
+            properties[key] = _schema(where, hints[key])
+        except ToolError:
+            raise
+        except Exception as error:  # an annotation that has no hash, or is nested without end
+            raise ToolError(f"{where} cannot be declared: {type(error).__name__}: {error}") from error
         if parameter.default is parameter.empty:
             required.append(key)
     declared: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
@@ -85,25 +104,46 @@ def make_tool(function: Callable[..., Any]) -> Tool:
 
 
 def load_tool(source: str) -> Tool:
-    """The tool of `FILE.py:FUNCTION`. The file is run. **Raises:** `ToolError` naming what is not there."""
+    """The tool of `FILE.py:FUNCTION`.
+
+    The file is run, once in a process however many tools are taken from it; until it has run, its folder is where
+    modules are found first. **Raises:** `ToolError` naming what is not there, or what the file raised.
+    """
     path, colon, name = source.rpartition(":")
     file = Path(path)
     if not colon or not name or file.suffix != ".py":
         raise ToolError(f"{source!r} names no tool; write it like tools.py:function")
     if not file.is_file():
         raise ToolError(f"{file} is not a file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's program
-        raise ToolError(f"{file}: {type(error).__name__}: {error}") from error
+    module = _module(file)
     function = getattr(module, name, None)
     if not callable(function):
         raise ToolError(f"{file} defines no function {name!r}")
     return make_tool(function)
+
+
+def _module(file: Path) -> types.ModuleType:
+    """The module of a file, from `sys.modules` where it is already, by a name that no import asks for."""
+    place = file.resolve()
+    name = "_kimi_jax_tools_" + hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(place.parent)
+    sys.modules[name] = module  # dataclasses look their module up there
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # it is the user's program
+        del sys.modules[name]
+        raise ToolError(f"{file}: {type(error).__name__}: {error}") from error
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+    return module
 
 
 def _schema(where: str, hint: Any) -> dict[str, Any]:
@@ -112,15 +152,18 @@ def _schema(where: str, hint: Any) -> dict[str, Any]:
     if origin is typing.Annotated:
         told = " ".join(extra for extra in arguments[1:] if isinstance(extra, str))
         return _schema(where, arguments[0]) | ({"description": told} if told else {})
+    if origin is Literal:
+        for value in arguments:
+            if type(value) not in _VALUES:
+                raise ToolError(f"{where}: {value!r} in a Literal is no str, int, bool or None")
+        return {"enum": list(arguments)}
     if hint in _SIMPLE:
         return {"type": _SIMPLE[hint]}
-    if origin is Literal:
-        return {"enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_schema(where, each) for each in arguments]}
     if hint is list or origin is list:
         return {"type": "array"} | ({"items": _schema(where, arguments[0])} if arguments else {})
-    if hint is dict or (origin is dict and arguments[0] is str):
+    if hint is dict or (origin is dict and arguments and arguments[0] is str):
         return {"type": "object"} | ({"additionalProperties": _schema(where, arguments[1])} if arguments else {})
     if hint is Any:
         return {}
