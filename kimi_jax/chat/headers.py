@@ -7,6 +7,9 @@ from kimi_jax.chat.segments import CLOSE, OPEN
 # How deep an element lies: the opening of one ends all that are as deep or deeper.
 DEPTH = {"message": 0, "think": 1, "response": 1, "tools": 1, "call": 2, "argument": 3, "json": 3}
 
+LONGEST_CUT = 256
+"""Characters of a header that may be dropped where the output ends in it; a longer one is text."""
+
 _WITH_ATTRIBUTES = ("message", "call", "argument", "json")
 _NAME = re.compile(r"[a-z0-9_-]*")
 _ATTRIBUTE = re.compile(r' ([^\s="]+)="([^"]*)"')
@@ -58,7 +61,9 @@ class Header:
         return (name, attributes) if name in DEPTH and not rest else None
 
     def is_cut(self) -> bool:
-        """Whether the header, which ended without `<|sep|>`, may be the beginning of a right one."""
+        """Whether the header, which ended without `<|sep|>`, may be the beginning of a right one, and no long one."""
+        if len(self.text) > LONGEST_CUT:
+            return False
         return not self.tag or _CUT_ATTRIBUTE.fullmatch(self._split()[2]) is not None
 
     def _split(self) -> tuple[str, dict[str, str], str]:

@@ -21,10 +21,12 @@ Models do not always keep to this, and generation may stop anywhere. Nothing rai
 - Text between elements is part of the answer, except white space next to a tag, which is dropped.
 - Text that `close(response)` ends while `think` is open, and that no response follows, is the answer of a
     model that did not think. It has gone out as reasoning by then and comes once more as content.
-- An opening `message` tag that repeats the generation prompt does nothing; any later one starts a message
-    that is not ours, and reading stops as at a stop token.
-- At the end a header that was cut short is dropped, half a character becomes U+FFFD, and a call that is open
-    gets the quotes and braces that make its arguments JSON. See `OutputParser.complete` before running it.
+- An opening `message` tag of the assistant, as the generation prompt has it, does nothing while the message is
+    open. One of another role, or any after `close(message)`, starts a message that is not ours, and reading
+    stops as at a stop token.
+- At the end a header that was cut short is dropped, or is text if it is longer than 256 characters, half a
+    character becomes U+FFFD, and a call that is open gets the quotes and braces that make its arguments JSON.
+    See `OutputParser.calls_closed` before running it.
 """
 
 import codecs
@@ -50,8 +52,11 @@ class OutputParser:
     - `finished`: whether a stop token (`<|end_of_msg|>` or `[EOS]`) has come, or the start of another message.
         From then on ids are ignored.
     - `complete`: whether the output came to its proper end: all channels closed, then the message, then a stop
-        token, and every call and argument closed by its own tag. While it is false a call may lack arguments
-        or the end of one.
+        token, and every call and argument closed by its own tag.
+    - `calls_closed`: whether every call and argument so far was closed by its own tag, and none is open. Then the
+        message's calls are whole and may be made, even if the close of `tools` or `message` is missing; otherwise
+        one may lack arguments or the end of one. True without calls. Ask once the output has ended: more calls
+        may follow before.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool = True, first_call: int = 0) -> None:
@@ -80,6 +85,7 @@ class OutputParser:
         self._space: list[str] = []  # white space between elements
         self._unanswered = False  # think was closed as a response, and no response has come yet
         self._cut_call = False  # a call or argument was closed by something else
+        self._message_closed = False  # close(message) has come
         self._closed = False  # the last id was that of a proper end of the message
         self._over = False  # nothing more is read
 
@@ -117,6 +123,11 @@ class OutputParser:
         return self._parts.take_deltas()
 
     @property
+    def calls_closed(self) -> bool:
+        """Whether no call or argument is open or was cut; see the class."""
+        return not self._cut_call and DEPTH[self._where] < 2
+
+    @property
     def message(self) -> dict[str, Any]:
         """The assistant message so far, in the form of OpenAI's interface: all deltas joined.
 
@@ -136,7 +147,7 @@ class OutputParser:
         if name in _STOPS:
             self._end()
             self.finished = True
-            self.complete = closed and not self._cut_call
+            self.complete = closed and self.calls_closed
             return
         if self._header is not None:
             header, self._header = self._header, None
@@ -178,7 +189,7 @@ class OutputParser:
 
     def _open(self, tag: str, attributes: dict[str, str]) -> None:
         if tag == "message":
-            if not (self._parts.is_empty() and attributes.get("role", "assistant") == "assistant"):
+            if self._message_closed or attributes.get("role", "assistant") != "assistant":
                 self._end()
                 self.finished = True
             return
@@ -201,6 +212,7 @@ class OutputParser:
     def _close(self, tag: str) -> None:
         if tag == "message":
             self._closed = self._where == "message"
+            self._message_closed = True
             self._leave(0)
             self._answer()
         elif tag == self._where:

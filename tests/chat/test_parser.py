@@ -280,7 +280,8 @@ def test_a_megabyte_of_text():
     [
         (TOOLS + CALL + opened("[" + "1, " * 70_000 + "1]", type="array"), 1, 0),
         (TOOLS + CALL + opened("[" * 100_000 + "]" * 100_000, type="array"), 1, 0),
-        (TOOLS + '<|open|>call tool="' + "a" * 200_000, 0, 0),
+        (TOOLS + '<|open|>call tool="' + "a" * 200_000, 0, 200_019),
+        (TOOLS + "<|open|>call" + ' a=""' * 40_000, 0, 200_012),
         (TOOLS + "<|open|>call" + ' tool="a' * 25_000 + '"<|sep|>', 0, 200_020),
         (TOOLS + "<|open|>call" + ' a=""' * 40_000 + "<|sep|>", 1, 0),
         (TOOLS + "<|open|>call" + " a" * 100_000, 0, 200_012),

@@ -14,6 +14,7 @@ from chat_outputs import (
     THOUGHT,
     TOKENIZERS,
     TOOLS,
+    V,
     answer,
     argument,
     arguments_of,
@@ -26,6 +27,8 @@ from chat_outputs import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from kimi_jax.chat.parser import OutputParser
 
 RESPONSE = "<|open|>response<|sep|>"
 ONE_CALL = call()
@@ -115,6 +118,60 @@ def test_complete_means_that_all_was_closed(output, complete):
     assert (parser.finished, parser.complete) == (True, complete)
 
 
+@TOKENIZERS
+@pytest.mark.parametrize(
+    ("body", "closed"),
+    [
+        ("", True),
+        (ONE_CALL, True),
+        (ONE_CALL + "\n", True),
+        (ONE_CALL + CLOSE_TOOLS, True),
+        (ONE_CALL + CLOSE_TOOLS + "<|close|>message<|sep|>", True),
+        (call(argument("v"), argument("1", "l", "number")), True),
+        (CALL + argument("v") + "<|close|>call", True),
+        (ONE_CALL + "<|open|>", True),
+        (ONE_CALL + '<|open|>call tool="g', True),  # has not begun
+        (CALL, False),
+        (CALL + argument("v"), False),
+        (CALL + '<|open|>argument key="', False),
+        (CALL + opened("v"), False),
+        (CALL + opened("v") + "<|close|>argument", False),
+        (CALL + opened("v") + "<|close|>call<|sep|>", False),
+        (CALL + argument("v") + CLOSE_TOOLS, False),
+        (CALL + argument("v") + "<|close|>message<|sep|>", False),
+        (CALL + ONE_CALL, False),
+        (CALL + '<|open|>json type="object"<|sep|>{}<|close|>call<|sep|>', False),
+        (CALL + '<|open|>message role="user"<|sep|>', False),
+        (ONE_CALL + '<|open|>message role="user"<|sep|>', True),
+    ],
+)
+def test_whether_calls_are_whole(tokenizer, body, closed):
+    ids = encode(THOUGHT + TOOLS + body, tokenizer)
+    for end in ([], [tokenizer.end_of_msg_id], [tokenizer.eos_id]):
+        assert parse([*ids, *end], tokenizer=tokenizer).calls_closed == closed
+
+
+def test_calls_are_not_whole_while_one_is_written():
+    parser = OutputParser(BYTEWISE)
+    found = []
+    for part in (THOUGHT + TOOLS, CALL, opened("v"), V, "<|close|>call<|sep|>", CALL):
+        for id in encode(part):
+            parser.push(id)
+        found.append(parser.calls_closed)
+    assert found == [True, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("end", ["", "<|end_of_msg|>"])
+@pytest.mark.parametrize(
+    "opening", ['<|open|>call tool="', "<|open|>call ", '<|open|>message role="', '<|open|>json type="']
+)
+def test_a_header_that_is_cut_loses_no_more_than_its_bound(opening, end):
+    header = opening + "é" * (256 + len("<|open|>") - len(opening))
+    assert read(THOUGHT + CALL + header + end) == said("", "", ("f", "{}"))
+    assert read(THOUGHT + CALL + header + "é" + end) == said("", header + "é", ("f", "{}"))
+    assert read(THOUGHT + header + "é" + end) == said("", header + "é")
+
+
 # In the answer and between elements
 
 
@@ -153,7 +210,13 @@ def test_complete_means_that_all_was_closed(output, complete):
         ("a<|close|>message<|sep|>b", "ab"),
         # Another message is not ours.
         ('a<|close|>message<|sep|><|open|>message role="user"<|sep|>b', "a"),
-        ("a<|open|>message<|sep|>b", "a"),
+        ('a<|open|>message role="user"<|sep|>b', "a"),
+        ('a<|close|>message<|sep|><|open|>message role="assistant"<|sep|>b', "a"),
+        ("a" + ANSWERED + '<|close|>message<|sep|><|open|>message role="assistant"<|sep|>b', "a"),
+        # Ours, once more.
+        ('a<|open|>message role="assistant"<|sep|>b', "ab"),
+        ("a<|open|>message<|sep|>b", "ab"),
+        ("a" + ANSWERED + '<|open|>message role="assistant"<|sep|>' + RESPONSE + "b", "ab"),
     ],
 )
 def test_malformed_content(tokenizer, body, content):
