@@ -1,5 +1,6 @@
 """`kimi-jax chat`: talk with a model on a terminal."""
 
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -10,16 +11,18 @@ from typing import Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 from kimi_jax.chat.parser import CallArguments, CallStart, Delta, ReasoningDelta
-from kimi_jax.chat.render import ChatError
+from kimi_jax.chat.render import ChatError, thinks
 from kimi_jax.chat.tokenizer import Tokenizer
-from kimi_jax.chat.tools import ToolError, load_tool
+from kimi_jax.chat.tools import load_tool
 from kimi_jax.checkpoint.load import load_model
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
 from kimi_jax.cli.output import UsageError, byte_progress, console, remark
-from kimi_jax.cli.talk import Reply, Talk
+from kimi_jax.cli.talk import STOPPED, Reply, Talk
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.conversation import ContextFullError, Conversation
 from kimi_jax.inference.sampling import Sampling
@@ -30,10 +33,10 @@ HELP = """\
 /load FILE    go on with a conversation that was written
 /help         this
 /quit         leave; so does Ctrl-D
-Ctrl-C stops an answer. A line that ends with \\ goes on with the next."""
+Ctrl-C stops an answer. A line that ends with a space and \\ goes on with the next."""
 
-# What a terminal would take for commands: all control characters but tab and newline.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# What a terminal would take for commands: control characters but tab and newline. What it cannot show: surrogates.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Chat:
 
     directory: tyro.conf.Positional[Path]
     """A Hugging Face checkpoint directory with tiktoken.model, or what kimi-jax convert made of one."""
-    effort: Literal["low", "high", "max"] = "max"
-    """How much the model is asked to think."""
+    effort: str = "max"
+    """How much the model is asked to think: low, high or max."""
     instruct: bool = False
     """No thinking at all, and no thinking channel."""
     thinking: Literal["dimmed", "hidden"] = "dimmed"
@@ -85,9 +88,10 @@ class Chat:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, found {self.max_new_tokens}")
         try:
+            thinking = thinks(not self.instruct, self.effort)
             tools = [load_tool(source) for source in self.tool]
             sampling = Sampling(self.temperature, top_p=self.top_p, seed=self.seed)
-        except (ToolError, ValueError) as error:
+        except ValueError as error:  # of effort, tools or sampling
             raise UsageError(str(error)) from None
         if len({tool.name for tool in tools}) < len(tools):
             raise UsageError("two tools have the same name")
@@ -100,7 +104,7 @@ class Chat:
         talk = Talk(
             Conversation(model, context, sampling),
             tokenizer,
-            thinking=not self.instruct,
+            thinking=thinking,
             effort=self.effort,
             system=self.system,
             tools=tools,
@@ -108,6 +112,9 @@ class Chat:
             max_new_tokens=self.max_new_tokens,
         )
         remark("The first answer compiles. /help lists what else can be said.")
+        for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
         with suppress(ImportError):
             import readline  # noqa: F401 (input() then has a history and can be edited)
         Screen(talk, console(), hidden=self.thinking == "hidden").listen(_read_line)
@@ -124,30 +131,37 @@ class Screen:
         while True:
             try:
                 line = read("> ")
-                while line.endswith("\\"):
+                while line.endswith(" \\"):
                     line = line[:-1] + "\n" + read("  ")
             except EOFError:
                 return
             except KeyboardInterrupt:
                 remark("\nCtrl-D or /quit leaves.")
                 continue
-            command, _, rest = line.strip().partition(" ")
-            if command == "/quit":
+            if line.strip() == "/quit":
                 return
-            if command == "/help":
-                remark(HELP)
-            elif command in ("/save", "/load"):
-                self._file(command, rest.strip())
-            elif command == "/retry":
-                if self.talk.take_back():
-                    self._answer(read)
-                else:
-                    remark("there is nothing to answer yet")
-            elif re.fullmatch(r"/[a-z]+", command) is not None:
-                remark(f"there is no {command}; /help lists what there is")
-            elif line.strip():
+            try:
+                self._take(line, read)
+            except KeyboardInterrupt:
+                remark("\ninterrupted")
+
+    def _take(self, line: str, read: Callable[[str], str]) -> None:
+        command, _, rest = line.strip().partition(" ")
+        if command in ("/save", "/load"):
+            self._file(command, rest.strip())
+        elif rest or not command.startswith("/"):
+            if line.strip():
                 self.talk.say(line)
                 self._answer(read)
+        elif command == "/help":
+            remark(HELP)
+        elif command == "/retry":
+            if self.talk.take_back():
+                self._answer(read)
+            else:
+                remark("there is nothing to answer yet")
+        else:
+            remark(f"there is no {command}; /help lists what there is")
 
     def _file(self, command: str, name: str) -> None:
         if not name:
@@ -155,11 +169,13 @@ class Screen:
             return
         try:
             if command == "/save":
-                self.talk.save(Path(name))
+                self.talk.save(Path(name).expanduser())
                 remark(f"wrote {len(self.talk.messages)} messages to {name}")
             else:
-                self.talk.load(Path(name))
+                others = self.talk.load(Path(name).expanduser())
                 remark(f"read {len(self.talk.messages)} messages from {name}")
+                if others:
+                    remark(f"its {' and '.join(others)} are others than this chat's, which stay")
         except (OSError, ValueError) as error:
             remark(f"{command}: {error}")
 
@@ -169,25 +185,30 @@ class Screen:
             show = _Shown(self.out, self.hidden)
             try:
                 reply = self.talk.reply(show)
-            except (ChatError, ContextFullError, FloatingPointError) as error:
-                remark(f"no answer: {error}")
+            except (ChatError, ContextFullError) as error:
+                self.talk.take_back_all()
+                remark(f"no answer: {error}; your last message was taken back")
                 return
-            show.end()
+            finally:
+                show.end()
             remark(_summary(reply, self.talk.conversation.room))
             calls = self.talk.pending()
-            if not calls:
+            going_on = [self._call(call, read) for call in calls]
+            if not calls or not all(going_on):
                 return
-            for call in calls:
-                self._call(call, read)
 
-    def _call(self, call: dict[str, Any], read: Callable[[str], str]) -> None:
-        function = call["function"]
-        try:
-            asked = read(_harmless(f"call {function['name']}({function['arguments']})? [y/N] "))
-        except (EOFError, KeyboardInterrupt):
-            asked = ""
+    def _call(self, call: dict[str, Any], read: Callable[[str], str]) -> bool:
+        """Makes a call where the user says so; False where the user would rather say something else."""
+        function, asked, going_on = call["function"], "", True
+        if function["name"] in self.talk.tools:
+            _forget_typed()
+            try:
+                asked = read(_in_one_line(f"call {function['name']}({function['arguments']})?") + " [y/N] ")
+            except (EOFError, KeyboardInterrupt):
+                going_on = False
         result = self.talk.use_tool(call, asked.strip().lower() in ("y", "yes"))
-        self.out.print(_harmless(result), style="dim", markup=False, soft_wrap=True)
+        _write(self.out, result + "\n", "dim")
+        return going_on and result != STOPPED
 
 
 class _Shown:
@@ -217,12 +238,17 @@ class _Shown:
 
     def _begin(self, part: type) -> None:
         if self.part is not None:
-            self.out.print()
+            _write(self.out, "\n", None)
         self.part = part
 
     def _print(self, text: str, style: str | None) -> None:
-        self.out.print(_harmless(text), style=style, end="", markup=False, soft_wrap=True)
-        self.out.file.flush()
+        _write(self.out, text, style)
+
+
+def _write(out: Console, text: str, style: str | None) -> None:
+    """Writes text as it is, at once: nothing wrapped, no tab expanded, no name of an emoji or style read out of it."""
+    out.print(Segments([Segment(_harmless(text), Style.parse(style or ""))]), end="", soft_wrap=True)
+    out.file.flush()
 
 
 def _harmless(text: str) -> str:
@@ -230,13 +256,27 @@ def _harmless(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def _in_one_line(text: str) -> str:
+    """The text with everything escaped that would not be seen as it is: a question must not be forged."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _summary(reply: Reply, room: int) -> str:
     rate = "" if reply.rate is None else f", {reply.rate:.1f} tokens/s"
-    ended = {"stop": "", "length": "; cut off: no room for more", "interrupted": "; interrupted"}[reply.end]
+    cut = f"; {reply.cut_calls} tool calls were cut off and are not made" if reply.cut_calls else ""
     return (
         f"[{reply.tokens} tokens{rate}; {reply.prefilled} of the prompt were new, {reply.prefill_seconds:.1f} s; "
-        f"context {reply.context:,} of {room:,}{ended}]"
+        f"context {reply.context:,} of {room:,}{reply.end and '; stopped: ' + reply.end}{cut}]"
     )
+
+
+def _forget_typed() -> None:
+    """Drops what was typed while an answer came: it was no answer to the question that follows."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import termios
+
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 def _read_line(ask: str) -> str:

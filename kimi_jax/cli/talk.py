@@ -1,7 +1,9 @@
 """A conversation with a model and its tools, turn by turn: what `kimi-jax chat` keeps, without its screen."""
 
 import json
+import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +11,14 @@ from typing import Any
 
 from kimi_jax.chat.parser import Delta, OutputParser
 from kimi_jax.chat.render import build_segments
-from kimi_jax.chat.segments import segments_ids
+from kimi_jax.chat.segments import segments_ids, valid_unicode
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.chat.tools import Tool, ToolError
 from kimi_jax.inference.conversation import Conversation
 from kimi_jax.inference.sampling import Sampling
 
 DECLINED = "The user declined this call."
+STOPPED = "Error: the user interrupted this call."
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Reply:
     - `rate`: of them a second, without the first two: a step may compile for them. None where there are no more.
     - `prefilled`: tokens of the prompt that were not in the cache; `prefill_seconds`: for these.
     - `context`: tokens of the conversation now.
-    - `end`: "stop", "length" (no room, or as many as were allowed) or "interrupted".
+    - `end`: "" where the model ended it, otherwise why it stopped.
+    - `cut_calls`: tool calls that were not whole when it stopped, and are not made.
     """
 
     tokens: int
@@ -35,13 +39,14 @@ class Reply:
     prefill_seconds: float
     context: int
     end: str
+    cut_calls: int
 
 
 class Talk:
     """Messages, and the cache that holds their ids.
 
     As long as each answer ends as the format says, the ids that the model wrote stay as they are and only what is new
-    is added: no token is prefilled twice. After an answer that was cut off the messages are written anew.
+    is added: no token is prefilled twice. An answer that was cut off is written anew, as its text.
     """
 
     def __init__(
@@ -84,6 +89,12 @@ class Talk:
         self.conversation.draw_by(self._sampling)
         return True
 
+    def take_back_all(self) -> None:
+        """Forgets the user's last message and what followed it, as if it had not been said."""
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
+        del self.messages[last:]
+        self._written = self._before
+
     def reply(self, on_delta: Callable[[Delta], None]) -> Reply:
         """Lets the model answer; its message is added, unless no token came. Ctrl-C ends the answer, not the program.
 
@@ -94,7 +105,7 @@ class Talk:
         parser = OutputParser(self.tokenizer, thinking=self.thinking, first_call=self._calls())
         new: list[int] = []
         times: list[float] = []
-        end = "length"
+        end = "there is no room for more"
         try:
             for token in self.conversation.answer(prompt, self.stop_ids, self.max_new_tokens):
                 times.append(time.perf_counter())
@@ -102,62 +113,87 @@ class Talk:
                 for delta in parser.push(token):
                     on_delta(delta)
                 if parser.finished:  # perhaps by a message that is not the model's own
+                    end = ""
                     break
-            end = "stop" if parser.finished else "length"
+                if len(new) == self.max_new_tokens:
+                    end = "as many tokens as an answer may have"
         except KeyboardInterrupt:
             end = "interrupted"
+        except FloatingPointError as error:
+            end = str(error)
         for delta in parser.finish():
             on_delta(delta)
         rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
-        message = dict(parser.message)
-        if not parser.complete:  # a call that nobody ends is not made
-            message.pop("tool_calls", None)
+        message, cut = dict(parser.message), 0
+        if end or not parser.calls_closed:  # a call that nobody ends is not made
+            cut = len(message.pop("tool_calls", ()))
         if new:
             self.messages.append(message)
-            whole = parser.complete and new[-1] == self.tokenizer.end_of_msg_id
-            self._written = (prompt + new, len(self.messages)) if whole else ([], 0)
+            if parser.complete and new[-1] == self.tokenizer.end_of_msg_id:
+                self._written = prompt + new, len(self.messages)
         talk = self.conversation
-        return Reply(len(new), rate, talk.prefilled, talk.prefill_seconds, len(prompt) + len(new), end)
+        return Reply(len(new), rate, talk.prefilled, talk.prefill_seconds, len(prompt) + len(new), end, cut)
 
     def pending(self) -> list[dict[str, Any]]:
         """Tool calls of the last message."""
         return list(self.messages[-1].get("tool_calls") or ()) if self.messages else []
 
     def use_tool(self, call: dict[str, Any], allowed: bool) -> str:
-        """Makes a call where the user allows it, and adds its result, or what went wrong, for the model to read."""
+        """Makes a call where the user allows it, and adds its result, or what went wrong, for the model to read.
+
+        Nothing that the function does ends the program, Ctrl-C included: then the result is `STOPPED`.
+        """
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if not allowed:
-            result = DECLINED
-        elif name not in self.tools:
+        if name not in self.tools:
             result = f"Error: there is no tool {name!r}."
+        elif not allowed:
+            result = DECLINED
         else:
             try:
                 result = self.tools[name].call(arguments)
             except ToolError as error:
                 result = f"Error: {error}"
-            except Exception as error:  # the user's function
-                result = f"Error: {type(error).__name__}: {error}"
+            except KeyboardInterrupt:
+                result = STOPPED
+            except (Exception, SystemExit) as error:  # the user's function
+                result = f"Error: {traceback.format_exception_only(error)[-1].strip()}"
+        result = valid_unicode(result)
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         return result
 
     def save(self, path: Path) -> None:
-        """Writes the messages and the options to a JSON file, which `kimi-jax tokens` reads too."""
+        """Writes the messages and the options to a JSON file, which `kimi-jax tokens` reads too.
+
+        A file that was there is replaced when the new one is whole.
+        """
         kept = {name: value for name, value in self.options.items() if value is not None}
         text = json.dumps({"messages": self.messages, **kept}, ensure_ascii=False, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
-
-    def load(self, path: Path) -> None:
-        """Goes on with the messages of a file that `save` wrote. **Raises:** `ValueError` naming what is wrong."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            beside.write_text(valid_unicode(text) + "\n", encoding="utf-8")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> list[str]:
+        """Goes on with the messages of a file that `save` wrote, under the options of this conversation.
+
+        **Returns:** the names of options that are others in the file.
+
+        **Raises:** `ValueError` naming what is wrong; then nothing changed.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
         except RecursionError:
             raise ValueError(f"{path}: nested too deep") from None
-        messages = found.get("messages") if isinstance(found, dict) else found
+        found = {"messages": found, **self.options} if isinstance(found, list) else found
+        messages = found.get("messages") if isinstance(found, dict) else None
         if not isinstance(messages, list):
             raise ValueError(f"{path}: wanted an object with a list of messages")
         build_segments(messages, **self.options)
         self.messages = [dict(message) for message in messages]
         self._written = self._before = [], 0
+        return [name for name, value in self.options.items() if found.get(name) != value]
 
     def _prompt(self) -> list[int]:
         segments = build_segments(self.messages, **self.options)

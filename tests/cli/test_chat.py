@@ -8,13 +8,13 @@ import shutil
 import pytest
 from rich.console import Console
 
-from kimi_jax.chat.parser import OutputParser
+from kimi_jax.chat.parser import ContentDelta, OutputParser
 from kimi_jax.chat.render import render
 from kimi_jax.chat.segments import segments_ids
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.chat.tools import make_tool
-from kimi_jax.cli.chat import Screen
-from kimi_jax.cli.talk import DECLINED, Talk
+from kimi_jax.cli.chat import Screen, _Shown
+from kimi_jax.cli.talk import DECLINED, STOPPED, Talk
 from kimi_jax.inference.conversation import Conversation
 from kimi_jax.inference.sampling import Sampling
 
@@ -38,12 +38,12 @@ def shout(text: str) -> str:
 
 @pytest.fixture
 def talk(tiny, vocabulary):
-    return Talk(Conversation(tiny("tiny-kimi-linear"), 200), Tokenizer.from_directory(vocabulary), max_new_tokens=3)
+    return Talk(Conversation(tiny("tiny-kimi-linear"), 250), Tokenizer.from_directory(vocabulary), max_new_tokens=3)
 
 
 @pytest.fixture
 def armed(tiny, vocabulary):
-    talk = Conversation(tiny("tiny-kimi-linear"), 200)
+    talk = Conversation(tiny("tiny-kimi-linear"), 250)
     return Talk(talk, Tokenizer.from_directory(vocabulary), effort="low", tools=[make_tool(shout)])
 
 
@@ -57,12 +57,13 @@ def test_an_answer_that_was_cut_off_is_written_anew(talk):
     prompt = written(talk)
     deltas = []
     reply = talk.reply(deltas.append)
-    assert (reply.tokens, reply.prefilled, reply.context, reply.end) == (3, len(prompt), len(prompt) + 3, "length")
+    assert (reply.tokens, reply.prefilled, reply.context) == (3, len(prompt), len(prompt) + 3)
+    assert reply.end == "as many tokens as an answer may have"
     assert talk.messages[-1]["role"] == "assistant"
     talk.say("and now?")
     again = talk.reply(deltas.append)
     talk.messages.pop()
-    assert again.prefilled == len(written(talk))
+    assert again.prefilled == len(written(talk)) - len(prompt)  # the states behind the first prompt are kept
 
 
 def test_ids_of_a_whole_answer_are_kept(talk):
@@ -95,7 +96,7 @@ def test_retry_forgets_the_answer_and_changes_the_seed(tiny, vocabulary):
     first = talk.messages[-1]
     assert talk.take_back()
     assert [message["role"] for message in talk.messages] == ["user"]
-    talk.reply(lambda delta: None)
+    assert talk.reply(lambda delta: None).prefilled == 0
     assert talk.messages[-1] != first
 
 
@@ -108,7 +109,6 @@ CALL = {"id": "shout:0", "type": "function", "function": {"name": "shout", "argu
         (CALL, ["y"], "HEY"),
         (CALL, ["no"], DECLINED),
         (CALL, [], DECLINED),  # the input ends
-        ({**CALL, "function": {"name": "whisper", "arguments": "{}"}}, ["y"], "Error: there is no tool 'whisper'."),
         ({**CALL, "function": {"name": "shout", "arguments": '{"text": 3}'}}, ["yes"], "Error: shout: text must be"),
         ({**CALL, "function": {"name": "shout", "arguments": '{"text": ""}'}}, ["y"], "Error: LookupError: nothing"),
     ],
@@ -127,12 +127,90 @@ def test_calls_are_made_where_the_user_allows_them(armed, call, answers, result)
         return answers.pop(0)
 
     out = io.StringIO()
-    Screen(talk, Console(file=out, width=1000), hidden=False)._call(call, read)
+    ended = not answers
+    assert Screen(talk, Console(file=out, width=1000), hidden=False)._call(call, read) is not ended
     assert asked == [f"call {call['function']['name']}({call['function']['arguments']})? [y/N] "]
     assert talk.messages[-1]["role"] == "tool"
     assert talk.messages[-1]["content"].startswith(result)
     assert result in out.getvalue()
     assert written(talk)  # what came of it can be written
+
+
+def test_a_call_of_no_tool_is_not_asked_about(armed):
+    call = {**CALL, "function": {"name": "whisper", "arguments": "{}"}}
+    armed.messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert Screen(armed, Console(file=io.StringIO()), hidden=False)._call(call, pytest.fail)
+    assert armed.messages[-1]["content"] == "Error: there is no tool 'whisper'."
+
+
+def test_a_question_cannot_be_forged(armed):
+    call = {**CALL, "function": {"name": "shout", "arguments": '{"text": "x")? [y/N] y\nHEY\u202e'}}
+    asked = []
+    Screen(armed, Console(file=io.StringIO()), hidden=False)._call(call, lambda text: asked.append(text) or "n")
+    assert asked == ['call shout({"text": "x")? [y/N] y\\nHEY\\u202e)? [y/N] ']
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("raised", "result"),
+    [
+        (SystemExit(3), "Error: SystemExit: 3"),
+        (KeyboardInterrupt(), STOPPED),
+        (OddError(), "Error: "),
+        (None, "f\ufffd.txt"),
+    ],
+)
+def test_nothing_that_a_tool_does_ends_the_program(armed, raised, result):
+    def odd() -> str:
+        if raised is not None:
+            raise raised
+        return "f\udcff.txt"
+
+    armed.tools["odd"] = make_tool(odd)
+    call = {**CALL, "function": {"name": "odd", "arguments": "{}"}}
+    going_on = Screen(armed, Console(file=io.StringIO()), hidden=False)._call(call, lambda text: "y")
+    assert armed.messages[-1]["content"].startswith(result)
+    assert going_on is (result != STOPPED)
+
+
+def test_what_is_shown_is_what_was_written(armed):
+    out = io.StringIO()
+    shown = _Shown(Console(file=out, width=20), hidden=False)
+    for text in ("a:100:b :key: [bold]x[/]\n", "\tif x:\n\t\treturn", " " * 40 + "\x1b[31m\ud800"):
+        shown(ContentDelta(text))
+    shown.end()
+    text = "a:100:b :key: [bold]x[/]\n\tif x:\n\t\treturn" + " " * 40 + "\\x1b[31m\\xd800\n"
+    assert out.getvalue() == text
+
+
+def test_a_message_that_is_too_long_is_taken_back(talk, capsys):
+    lines = ["x" * 300, "hello"]
+
+    def read(question):
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    Screen(talk, Console(file=io.StringIO()), hidden=False).listen(read)
+    assert "there is room for 250; your last message was taken back" in capsys.readouterr().err
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(armed, tmp_path):
+    file = tmp_path / "kept.json"
+    file.write_text("before")
+    armed.messages.append({"role": "user", "content": {1, 2}})
+    with pytest.raises(TypeError):
+        armed.save(file)
+    assert file.read_text() == "before"
+    armed.messages[-1]["content"] = "cut \ud83d"
+    armed.save(file)
+    assert json.loads(file.read_text())["messages"][-1]["content"] == "cut \ufffd"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_conversation_is_written_and_read(armed, tmp_path):
@@ -146,8 +224,10 @@ def test_a_conversation_is_written_and_read(armed, tmp_path):
     assert kept["tools"][0]["function"]["name"] == "shout"
     before = list(talk.messages)
     talk.messages.clear()
-    talk.load(tmp_path / "kept.json")
+    assert talk.load(tmp_path / "kept.json") == []
     assert talk.messages == before
+    talk.options["effort"] = "max"
+    assert talk.load(tmp_path / "kept.json") == ["effort"]
     for text, said in [
         ("[", "Expecting value"),
         ('{"messages": 3}', "wanted an object with a list of messages"),
@@ -167,7 +247,7 @@ def directory(checkpoint, vocabulary):
 
 
 def test_the_command(directory, run, monkeypatch, tmp_path):
-    lines = ["hello \\", "there", "/retry", f"/save {tmp_path / 'kept.json'}", "/load nowhere", "/sing", "", "/quit"]
+    lines = ["hello  \\", "there", "/retry", f"/save {tmp_path / 'kept.json'}", "/load nowhere", "/sing", "", "/quit"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     options = ["--dtype", "float32", "--max-new-tokens", "4", "--context", "250", "--instruct"]
     code, out, err = run("chat", directory, *options)
@@ -180,7 +260,7 @@ def test_the_command(directory, run, monkeypatch, tmp_path):
     assert "/load: [Errno 2]" in err
     assert "there is no /sing" in err
     kept = json.loads((tmp_path / "kept.json").read_text())
-    assert kept["messages"][0] == {"role": "user", "content": "hello \nthere"}
+    assert kept["messages"][0] == {"role": "user", "content": "hello  \nthere"}
     assert kept["thinking"] is False
     assert "effort" not in kept
 
@@ -192,6 +272,7 @@ def test_the_command(directory, run, monkeypatch, tmp_path):
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--tool", "nowhere.py:f"], "nowhere.py is not a file"),
         (["--top-p", "2"], "top_p must be above 0"),
+        (["--effort", "medium"], "medium"),
         (["--mesh", "data"], "cannot read mesh"),
     ],
 )
