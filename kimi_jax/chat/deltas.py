@@ -95,10 +95,6 @@ class MessageBuilder:
             arguments.append(text)
             self._deltas.append(CallArguments(call.index, text))
 
-    def is_empty(self) -> bool:
-        """Whether nothing has been added yet."""
-        return not (self._reasoning or self._content or self._calls)
-
     def message(self) -> dict[str, Any]:
         """All deltas joined, as an assistant message of OpenAI's interface."""
         message: dict[str, Any] = {"role": "assistant"}
