@@ -85,7 +85,7 @@ def test_inspect_compares_a_directory(run, tiny, checkpoint):
 def test_generate_ids(run, tiny, golden):
     data = golden("tiny-k31")
     prompt = data["greedy_prompt_ids"].tolist()
-    options = ("--dtype", "float32", "--mesh", "data=2,tensor=2", "--max-new-tokens", "8")
+    options = ("--dtype", "float32", "--max-new-tokens", "8")
     code, out, error = run("generate", tiny.directory("tiny-k31"), *options, "--prompt-ids", *prompt)
     assert code == 0
     assert [int(token) for token in out.split()] == data["greedy_new_ids"][:8].tolist()
