@@ -98,9 +98,14 @@ def count_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **o
 
     Options that stand behind the messages (tool choice, response format) are taken to be sent, new, with each call.
     """
-    open_end = options.get("add_generation_prompt", True) and (not messages or messages[-1].get("role") != "assistant")
-    segments = render(messages, **(options | {"add_generation_prompt": True}))
-    groups = [_count(messages, group, tokenizer) for group in _grouped(segments)]
+    calls = calls_of(count_messages(messages, tokenizer, **(options | {"add_generation_prompt": True})))
+    return tuple(call for call in calls if call.message is not None or options.get("add_generation_prompt", True))
+
+
+def calls_of(groups: Sequence[MessageCount]) -> tuple[Call, ...]:
+    """As `count_calls`, from the counts of a prompt that ends with the generation prompt."""
+    given = [group.role for group in groups if group.message is not None]
+    open_end = not given or given[-1] != "assistant"
     opener = sum(group.tokens for group in groups if group.role == _PROMPT)
     behind = sum(group.tokens for group in groups if group.role in _BEHIND)
     calls: list[Call] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from kimi_jax.chat.counting import Call, MessageCount, Prices, count_calls, count_messages, further_calls
+from kimi_jax.chat.counting import Call, MessageCount, Prices, calls_of, count_messages, further_calls
 from kimi_jax.chat.render import ChatError
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.cli.output import CommandError, UsageError, console, print_table
@@ -57,7 +57,7 @@ class Tokens:
         tokenizer = self._tokenizer()
         try:
             counts = count_messages(messages, tokenizer, **options)
-            calls = count_calls(messages, tokenizer, **options)
+            calls = calls_of(counts)
         except ChatError as error:
             raise CommandError(f"{self.file}: {error}") from None
         try:

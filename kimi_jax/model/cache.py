@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.segments import segments
 from kimi_jax.ops.norms import wide_dtype
+from kimi_jax.ops.tpu import LANES
 from kimi_jax.parallel.sharding import Axes, positions_innermost
 
 Leaf = Any
@@ -45,8 +46,6 @@ class MLACache:
 
 LayerCache = KDACache | MLACache
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
-LANES = 128
-"""Numbers side by side in a tile of a TPU's memory."""
 UNROLLED_ROWS = 64
 """Rows that are written without a loop: for TPU7x the compiler copies the whole cache into a loop's layout and back."""
 ROW_AXIS = {"state": -4, "conv_tail": -4, "latents": -3, "index_keys": -3}

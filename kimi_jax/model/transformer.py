@@ -1,5 +1,6 @@
 """The whole language model."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from kimi_jax.model.decoder import DecoderLayer, LayerTrace
 from kimi_jax.model.layers import Embedding, Linear, Norm, project
 from kimi_jax.model.loop import Choices, run_loop, starts_block
 from kimi_jax.model.parts import part as named
-from kimi_jax.model.segments import segments
+from kimi_jax.model.segments import Segment, segments
 from kimi_jax.ops.attn_res import Bank, empty_bank, mix_query, mix_residuals
 from kimi_jax.ops.norms import wide_dtype
 from kimi_jax.parallel.sharding import Axes, constrain, divided
@@ -76,11 +77,9 @@ class Transformer(nnx.Module):
         given = choice or {}
         caches: list[LayerCache] = []
         traces: dict[int, LayerTrace] = {}
-        entry = 0
-        for part in self.segments:
-            layers = self.layers[entry : entry + part.period]
-            before = None if cache is None else cache.layers[entry : entry + part.period]
-            entry += part.period
+        for part, entries in self._parts():
+            layers = self.layers[entries]
+            before = None if cache is None else cache.layers[entries]
             if part.rounds > 1:
                 prefix, bank, after, found = run_loop(part, layers, prefix, bank, call, before, given, seen)
                 traces |= found
@@ -97,14 +96,20 @@ class Transformer(nnx.Module):
                 prefix = mix_residuals(prefix, bank, 2 * self.config.num_layers, self.config.norm_eps)
         return Output(prefix, tuple(caches), tuple(traces.values()))
 
+    def _parts(self) -> Iterator[tuple[Segment, slice]]:
+        """Each segment, and where its entries stand in `layers` and in a cache."""
+        entry = 0
+        for part in self.segments:
+            yield part, slice(entry, entry + part.period)
+            entry += part.period
+
     def _empty_bank(self, prefix: Array) -> Bank | None:
         block = self.config.attn_res_block_size
         if block is None:
             return None
-        queries, entry = [], 0
-        for part in self.segments:
-            each = [layer.mix_queries() for layer in self.layers[entry : entry + part.period]]
-            entry += part.period
+        queries = []
+        for _, entries in self._parts():
+            each = [layer.mix_queries() for layer in self.layers[entries]]
             # Of a loop, round by round; of one layer, its two.
             queries.append(jnp.stack(each, axis=-3).reshape((-1, prefix.shape[-1])))
         queries.append(mix_query(self.output_attn_res_norm.weight[...], self.output_attn_res_proj.weight[...])[None])

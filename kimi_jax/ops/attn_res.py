@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.norms import along_last, at_least_float32
+from kimi_jax.ops.norms import along_last, at_least_float32, unit_rms
 
 
 class Bank(NamedTuple):
@@ -46,7 +46,7 @@ def save_block(bank: Bank, prefix: Float[Array, "B T D"], starts: Bool[Array, ""
         return bank
 
     def scored(prefix: Array) -> Array:
-        return jnp.einsum("btd,qd->qbt", _unit(prefix, eps), bank.queries, precision=jax.lax.Precision.HIGHEST)
+        return jnp.einsum("btd,qd->qbt", unit_rms(prefix, eps), bank.queries, precision=jax.lax.Precision.HIGHEST)
 
     if starts is True:
         new, scores, held = prefix, scored(prefix), bank.held + 1
@@ -84,7 +84,7 @@ def mix_residuals(
     if fresh is True:
         return _mixed(jax.nn.softmax(scores, axis=0), sums).astype(prefix.dtype)
     query = jax.lax.dynamic_index_in_dim(bank.queries, number, keepdims=False)
-    unit = _unit(prefix, eps)
+    unit = unit_rms(prefix, eps)
     own = jnp.sum(unit * along_last(query, unit), axis=-1)
     own = jnp.where(fresh, -jnp.inf, own)
     shares = jax.nn.softmax(jnp.concatenate([scores, own[None]]), axis=0)
@@ -93,8 +93,3 @@ def mix_residuals(
 
 def _mixed(shares: Array, sums: Array) -> Array:
     return jnp.sum(shares[..., None] * at_least_float32(sums), axis=0)
-
-
-def _unit(entry: Array, eps: float) -> Array:
-    wide = at_least_float32(entry)
-    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -95,13 +95,7 @@ def gpu_kernel_product(
 ) -> Float[Array, "M O"]:
     """`out[r] = W[expert of r] · rows[r]`, or with the transposed matrices; rows behind the last group are zero.
 
-    **Arguments:**
-
-    - `rows`: sorted by expert, `[M, I]`; `[M, O]` where `transposed`.
-    - `weights`: packed experts, perhaps of several layers, as `kimi_jax.ops.grouped_matmul` has them; what the kernel
-        takes, `fits_gpu_kernel` tells.
-    - `group_sizes`: rows of each expert; at most M in all.
-    - `interpret`: run the kernel's steps as ordinary operations, on any machine.
+    Arguments as `kimi_jax.ops.grouped_kernel.kernel_product`; what the kernel takes, `fits_gpu_kernel` tells.
     """
     total = rows.shape[0]
     packed, scale, layer = _stacks(weights)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.mxfp4 import BYTES_OF_SCALE, code_values, scale_values
+from kimi_jax.ops.tpu import LANES, kernel_dot
 
-LANES = 128
 LARGEST_TILE = 128
 """Rows of a tile: a group's last tile is on average half empty, and larger ones load no expert less often."""
 OUTPUT_BLOCK = 1024
@@ -162,7 +162,7 @@ def _body(*refs: Any) -> None:
         part = slice(start, start + columns)
         halves = _unpacked(codes[:, part], scales, start, out.dtype)
         for x, matrix in zip((even, odd), halves, strict=True):
-            product += _dot(x[:, part], matrix, contracted=1)
+            product += kernel_dot(x[:, part], matrix, contracted=1)
     _store(out, product, lists)
 
 
@@ -171,14 +171,7 @@ def _transposed_body(*refs: Any) -> None:
     *lists, rows, codes, scale, out = refs
     start = pl.program_id(0) * codes.shape[-1]
     halves = _unpacked(codes[...], _scales(scale[...]), start, out.dtype)
-    _store(out, jnp.stack([_dot(rows[...], matrix, contracted=0) for matrix in halves]), lists)
-
-
-def _dot(x: Array, matrix: Array, contracted: int) -> Array:
-    """`x` times a matrix, summed over the matrix's axis `contracted`, in float32."""
-    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    axes = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(x, matrix, axes, precision=precision, preferred_element_type=jnp.float32)
+    _store(out, jnp.stack([kernel_dot(rows[...], matrix, contracted=0) for matrix in halves]), lists)
 
 
 def _store(out: Any, product: Array, lists: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kimi_jax.ops.norms import along_last, at_least_float32
+from kimi_jax.ops.norms import along_last, at_least_float32, unit_rms
 
 SPAN = 256
 """Tokens whose chunks are prepared at the same time: what a call holds does not grow with its tokens."""
@@ -63,8 +63,7 @@ def gated_rms_norm(
     x: Float[Array, "*lead V"], gate: Float[Array, "*lead V"], weight: Float[Array, " V"], eps: float
 ) -> Float[Array, "*lead V"]:
     """RMSNorm over a head's V numbers times `σ(gate)`, all of it in float32 at least."""
-    x, gate = at_least_float32(x), at_least_float32(gate)
-    unit = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    unit, gate = unit_rms(x, eps), at_least_float32(gate)
     return unit * along_last(weight, unit) * jax.nn.sigmoid(gate.astype(unit.dtype))
 
 

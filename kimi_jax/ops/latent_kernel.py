@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES = 128
+from kimi_jax.ops.tpu import LANES, kernel_dot, lies_positions_innermost
+
 LARGEST_BLOCK = 512
 """Positions of a block: half a megabyte of K3's latents."""
 
@@ -22,8 +23,8 @@ LARGEST_BLOCK = 512
 def fits_kernel(q: jax.ShapeDtypeStruct | Array, latents: jax.ShapeDtypeStruct | Array, rank: int) -> bool:
     """Whether the kernel takes queries `[B, T, N, X]` and latents `[…, B, S, X]` of which `rank` numbers are values."""
     positions, width = latents.shape[-2:]
-    innermost = positions % LANES == 0 and width % LANES != 0 and width % 16 == 0 and rank % LANES == 0
-    return q.shape[1] == 1 and innermost and q.dtype == latents.dtype and q.dtype in (jnp.bfloat16, jnp.float32)
+    whole = lies_positions_innermost(positions, width) and width % 16 == 0 and rank % LANES == 0
+    return q.shape[1] == 1 and whole and q.dtype == latents.dtype and q.dtype in (jnp.bfloat16, jnp.float32)
 
 
 def block_size(capacity: int) -> int:
@@ -105,7 +106,7 @@ def _body(
     @pl.when(j <= last[b])
     def merge() -> None:
         block = entries[...]
-        scores = _dot(q[...], block, contracted=0) * scale
+        scores = kernel_dot(q[...], block, contracted=0) * scale
         place = j * block.shape[1] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(place <= positions[b], scores, -jnp.inf)
         before = peak[:, :1]
@@ -115,11 +116,4 @@ def _body(
         peak[...] = jnp.broadcast_to(highest, peak.shape)
         total[...] = total[...] * fade + jnp.sum(share, axis=1, keepdims=True)
         values = block[: mixed.shape[1]]
-        mixed[...] = mixed[...] * fade + _dot(share.astype(block.dtype), values, contracted=1)
-
-
-def _dot(x: Array, matrix: Array, contracted: int) -> Array:
-    """`x` times a matrix, summed over the matrix's axis `contracted`, in float32."""
-    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    axes = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(x, matrix, axes, precision=precision, preferred_element_type=jnp.float32)
+        mixed[...] = mixed[...] * fade + kernel_dot(share.astype(block.dtype), values, contracted=1)

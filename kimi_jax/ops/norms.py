@@ -20,11 +20,15 @@ def along_last(vector: Float[Array, " D"], like: Float[Array, "*lead D"]) -> Flo
     return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
 
 
+def unit_rms(x: Float[Array, "*lead D"], eps: float) -> Float[Array, "*lead D"]:
+    """`x·rsqrt(mean(x²) + eps)` in float32 at least."""
+    wide = at_least_float32(x)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
 def rms_norm(x: Float[Array, "*lead D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*lead D"]:
     """`x·rsqrt(mean(x²) + eps)` in float32, cast to `x.dtype`, then times `weight`."""
-    wide = at_least_float32(x)
-    unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return unit.astype(x.dtype) * along_last(weight, x)
+    return unit_rms(x, eps).astype(x.dtype) * along_last(weight, x)
 
 
 def layer_norm(
@@ -32,8 +36,7 @@ def layer_norm(
 ) -> Float[Array, "*lead D"]:
     """LayerNorm in float32, cast to `x.dtype`; `bias` may be absent."""
     wide = at_least_float32(x)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    unit = unit_rms(wide - jnp.mean(wide, axis=-1, keepdims=True), eps)
     scaled = unit * along_last(weight, unit)
     if bias is not None:
         scaled = scaled + along_last(bias, scaled)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from kimi_jax.ops.tpu import LANES
+
 DIGIT = 2
 """Bits of the k-th largest score found in one pass over the scores."""
-LANES = 128
-"""Neighbours that are counted together, and looked at together for those that are chosen."""
 COUNTED = 64
-"""Groups of `LANES` neighbours handled at a time."""
+"""Groups of `LANES` neighbours handled at a time; counts are of groups, and whole groups are looked at again."""
 SELECTED_FROM = 16
 """Times k that a row must hold for `select_positions` to do less work than the sort that XLA makes of top-k on TPU."""
 

@@ -15,6 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
+from kimi_jax.ops.tpu import lies_positions_innermost
 from kimi_jax.parallel.mesh import MeshError
 
 Axis = str | tuple[str, int] | None
@@ -129,12 +130,12 @@ def constrain(array: str, x: Array, axes: Axes) -> Array:
 def positions_innermost(cached: Array) -> Array:
     """`[…, S, X]`, a latent cache, laid out on TPU with S innermost: as a function's arguments lie there.
 
-    That is so where S is a multiple of a tile's 128 lanes and X (576) is not. Unless told, the compiler lays the cache
-    out another way inside loops, and copies all of it on the way in and out.
+    That is so where `lies_positions_innermost` says so. Unless told, the compiler lays the cache out another way inside
+    loops, and copies all of it on the way in and out.
     """
     mesh = active_mesh()
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    if platform != "tpu" or cached.shape[-1] % 128 == 0 or cached.shape[-2] % 128:
+    if platform != "tpu" or not lies_positions_innermost(*cached.shape[-2:]):
         return cached
     *outer, positions, width = range(cached.ndim)
     return with_layout_constraint(cached, Layout((*outer, width, positions)))

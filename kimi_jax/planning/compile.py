@@ -29,6 +29,7 @@ from kimi_jax.ops import (
     latent_kernel,
     selection,
 )
+from kimi_jax.ops.tpu import LANES
 from kimi_jax.parallel.mesh import MeshError
 from kimi_jax.parallel.sharding import array_sharding
 from kimi_jax.planning.hlo import Shape
@@ -222,7 +223,7 @@ def assumed_rounds(spec: ModelSpec, step: Step) -> dict[str, float]:
         grouped_loop.loop_product.__name__: held * max(load.met / held, mean / tile + 0.5 if mean > tile else 0),
         latent_attention._attend.__name__: float(math.ceil(step.filled / latent_attention.KEY_BLOCK)),
         indexer.choose_positions.__name__: float(math.ceil(step.filled / indexer.KEY_BLOCK)),
-        selection._over_parts.__name__: float(math.ceil(step.filled / (selection.COUNTED * selection.LANES))),
+        selection._over_parts.__name__: float(math.ceil(step.filled / (selection.COUNTED * LANES))),
     }
 
 
