@@ -4,16 +4,17 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import tyro
 
-from kimi_jax.checkpoint.load import declared_model, load_model
+from kimi_jax.checkpoint.load import declared_model
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.compilation_cache import compilation_cache
 from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
-from kimi_jax.cli.output import UsageError, byte_progress, console, emit, print_table, remark
+from kimi_jax.cli.model_flags import ModelFlags
+from kimi_jax.cli.output import UsageError, console, emit, print_table, remark
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import BUCKETS, bucket, cache_room
 from kimi_jax.inference.functions import extend
@@ -23,7 +24,7 @@ from kimi_jax.planning.measure import DECODED, bandwidth, floor_bytes, measure_d
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(ModelFlags):
     """Measure a checkpoint on this machine: prompts by length, decoding by batch and filled cache, time by part.
 
     The floor of a decode step is what it must move (weights it uses, KDA state twice, filled cache once) over the
@@ -38,12 +39,6 @@ class Bench:
     """Rows decoded together; the mesh axis data must divide them."""
     context: tuple[int, ...] | None = None
     """Tokens that each row of the cache holds when decoding. Default: 256 and 4096, as far as the model holds them."""
-    mesh: str = "none"
-    """Devices by axis, e.g. data=2,tensor=4; none is one device."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the computation."""
-    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
-    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     profile: Path | None = None
     """Keep the profiles here, to be opened with xprof."""
     json: bool = False
@@ -70,10 +65,7 @@ class Bench:
         uneven = [rows for rows in self.batch if rows % ways]
         if uneven:
             raise UsageError(f"--batch {uneven[0]} cannot be split over data={ways}")
-        with byte_progress("loading") as progress:
-            model = load_model(
-                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
-            )
+        model = self.load(directory, mesh)
         rate = bandwidth(model)
         prefills, decodes = [], []
         for length in self.prompt:
@@ -148,7 +140,7 @@ def _report(bench: Bench, rate: float, prefills: Any, decodes: Any, parts: Any) 
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(ModelFlags):
     """Compile what serving a checkpoint needs into the compilation cache, without reading a weight.
 
     Commands and programs that use the same cache (`JAX_COMPILATION_CACHE_DIR`, by default one of kimi-jax's own) then
@@ -163,12 +155,6 @@ class Warmup:
     """Tokens that a row of the cache can hold; rounded as `generate` does."""
     tokens: tuple[int, ...] = (*BUCKETS, PREFILL_PIECE)
     """New tokens a row of a call; 1 is decoding. Rounded as calls are; more than a row holds are left out."""
-    mesh: str = "none"
-    """Devices by axis, e.g. data=2,tensor=4; none is one device."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the computation."""
-    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
-    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
     """Several processes that run this together."""
 

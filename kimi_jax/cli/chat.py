@@ -18,10 +18,10 @@ from kimi_jax.chat.parser import CallArguments, CallStart, Delta, ReasoningDelta
 from kimi_jax.chat.render import ChatError, thinks
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.chat.tools import load_tool
-from kimi_jax.checkpoint.load import load_model
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
-from kimi_jax.cli.output import UsageError, byte_progress, console, remark
+from kimi_jax.cli.model_flags import ModelFlags
+from kimi_jax.cli.output import UsageError, console, remark
 from kimi_jax.cli.talk import STOPPED, Reply, Talk
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.conversation import ContextFullError, Conversation
@@ -40,7 +40,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Chat:
+class Chat(ModelFlags):
     """Load a checkpoint and talk with the model: its answer comes as it is written, the cache is kept from turn to
     turn, and only what is new is prefilled."""
 
@@ -56,13 +56,6 @@ class Chat:
     """A system message."""
     tool: tuple[str, ...] = ()
     """Python functions that the model may call, as FILE.py:FUNCTION; each call is asked for first."""
-    mesh: str = "none"
-    """Devices by axis, e.g. data=1,tensor=4; none is one device. On a machine without accelerators that many CPU
-    devices are made."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the computation."""
-    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
-    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     context: int | None = None
     """Tokens that the conversation may have; the cache is made for so many. By default 8,192, or all the model has."""
     max_new_tokens: int | None = None
@@ -97,10 +90,7 @@ class Chat:
             raise UsageError("two tools have the same name")
         tokenizer = Tokenizer.from_directory(directory, expected_vocab_size=config.vocab_size)
         mesh = job_mesh(None, mesh_shape(self.mesh))
-        with byte_progress("loading") as progress:
-            model = load_model(
-                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
-            )
+        model = self.load(directory, mesh)
         talk = Talk(
             Conversation(model, context, sampling),
             tokenizer,

@@ -4,25 +4,24 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from kimi_jax.chat.tokenizer import Tokenizer
-from kimi_jax.checkpoint.load import load_model
 from kimi_jax.cli.bundled import find_checkpoint
-from kimi_jax.cli.job import JobFlags, job_mesh
-from kimi_jax.cli.output import CommandError, UsageError, byte_progress, emit, remark
+from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
+from kimi_jax.cli.model_flags import ModelFlags
+from kimi_jax.cli.output import CommandError, UsageError, emit, remark
 from kimi_jax.config import ModelConfig
 from kimi_jax.inference.arguments import token_array
 from kimi_jax.inference.generate import check_prompts, generate
 from kimi_jax.inference.sampling import Sampling
 from kimi_jax.model.model import Model
-from kimi_jax.parallel.mesh import parse_mesh
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(ModelFlags):
     """Load a checkpoint and continue one prompt; new text (or ids) goes to standard output as it comes."""
 
     directory: tyro.conf.Positional[Path]
@@ -31,13 +30,6 @@ class Generate:
     """The prompt as text; needs tiktoken.model in the directory. Control tokens in it stay text."""
     prompt_ids: tuple[int, ...] = ()
     """The prompt as token ids, in place of --prompt."""
-    mesh: str = "none"
-    """Devices by axis, e.g. data=2,tensor=4; none is one device. On a machine without accelerators that many CPU
-    devices are made."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the computation."""
-    dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
-    """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
     max_new_tokens: int = 64
     """Bound on the new tokens."""
     temperature: float = 0.0
@@ -69,15 +61,12 @@ class Generate:
             sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
             check_prompts(config, [prompt], self.max_new_tokens)
             token_array(config, list(self.stop_ids or ()), 1)
-            shape = parse_mesh(self.mesh)
+            shape = mesh_shape(self.mesh)
             job = self.job.start(config, {"prompt ids": prompt, **asdict(replace(self, prompt=None, job=JobFlags()))})
             mesh = job_mesh(job, shape)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        with byte_progress("loading") as progress:
-            model = load_model(
-                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
-            )
+        model = self.load(directory, mesh)
         self._generate(model, tokenizer, prompt, sampling)
 
     def _tokenizer(self, directory: Path, config: ModelConfig) -> Tokenizer | None:

@@ -1,6 +1,5 @@
 """`kimi-jax chat` and what it keeps, on a tiny model with random weights: its answers are long and mean nothing."""
 
-import base64
 import io
 import json
 import shutil
@@ -19,14 +18,6 @@ from kimi_jax.inference.conversation import Conversation
 from kimi_jax.inference.sampling import Sampling
 
 pytestmark = pytest.mark.xdist_group("conversation")  # which shares its compiled functions
-
-
-@pytest.fixture
-def vocabulary(tmp_path):
-    """256 bytes and 256 special tokens: the tiny models' 512 ids."""
-    lines = (f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
-    (tmp_path / "tiktoken.model").write_text("".join(lines))
-    return tmp_path
 
 
 def shout(text: str) -> str:

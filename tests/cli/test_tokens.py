@@ -1,18 +1,10 @@
 """`kimi-jax tokens`: counts by hand in a vocabulary where each byte is a token."""
 
-import base64
 import json
 
 import pytest
 
 from kimi_jax.cli.tokens import read_conversation
-
-
-@pytest.fixture
-def vocabulary(tmp_path):
-    lines = (f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
-    (tmp_path / "tiktoken.model").write_text("".join(lines))
-    return tmp_path
 
 
 @pytest.fixture

@@ -1,16 +1,14 @@
 """The kernels for TPU and GPU, run step by step on this machine, and compiled for both where compilers are there."""
 
 import dataclasses
-import tempfile
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from one_device import ON_TPUS, compiled_for, small_tpu
 
 from kimi_jax.ops.grouped_gpu_kernel import (
     fits_gpu_kernel,
@@ -174,20 +172,12 @@ def test_work_of_a_call_on_gpu():
     assert flops == (64 + 28) * 2 * 64 * 3072 * 3584
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "devices"),
-    [("v5p-64chips", "v5p:2x2x1", 4), ("v6e-128chips", "v6e:2x2", 4), ("tpu7x-16chips", "tpu7x:2x2x1", 8)],
-)
+@ON_TPUS
 def test_compiled_for_tpu(name, shape, devices):
     """K3's experts on a device of 64: Mosaic takes the kernel, and no stack of weights is copied for it."""
-    hint = topology.missing_compiler("tpu")
-    if hint is not None:
-        pytest.skip(hint)
-    pod = Pod.from_file(name)
-    few = {**pod.mesh, "data": 1, "tensor": devices}
-    pod = dataclasses.replace(pod, topology=shape, chips=4, devices=devices, mesh=few)
+    pod = small_tpu(name, shape, devices)
     for transposed, rows in ((False, 32), (True, 2048)):
-        compiled = compiled_for(pod, kernel_product, (22, 14, 3072, 1792), rows, jnp.bfloat16, transposed)
+        compiled = compiled_product(pod, kernel_product, (22, 14, 3072, 1792), rows, jnp.bfloat16, transposed)
         assert "tpu_custom_call" in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < 6 * rows * 3584 * 2 + 2**21
 
@@ -211,33 +201,27 @@ def test_compiled_for_gpu(name, cases):
     pod = dataclasses.replace(pod, topology="1x1x1", chips=1, devices=1, mesh={"data": 1, "tensor": 1})
     for experts, rows, dtype, transposed, copied in cases:
         shape = (22, experts, 3072, 1792)
-        compiled = compiled_for(pod, gpu_kernel_product, shape, rows, dtype, transposed)
+        compiled = compiled_product(pod, gpu_kernel_product, shape, rows, dtype, transposed)
         assert "xla.gpu.triton" in compiled.as_text()
         layer = experts * 3072 * (1792 + 112)
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         assert copied * layer <= temporaries < copied * layer + 6 * rows * 3584 * 4 + 2**21
 
 
-def compiled_for(pod, form, shape, rows, dtype, transposed):
+def compiled_product(pod, form, shape, rows, dtype, transposed):
     """The product of `rows` rows with a stack of layers, compiled for one device of the pod."""
-    mesh = Mesh(topology.pod_mesh(pod).devices.reshape(-1)[:1], ("x",))
-    whole = PartitionSpec()
-
-    def argument(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, whole))
 
     def product(rows, packed, scale, layer, sizes):
         weights = {"weight_packed": packed, "weight_scale": scale, "layer": layer}
         return form(rows, weights, sizes, transposed=transposed)
 
     *lead, outputs, width = shape
-    arguments = (
-        argument((rows, outputs if transposed else 2 * width), dtype),
-        argument(shape, jnp.uint8),
-        argument((*lead, outputs, width // 16), jnp.uint8),
-        argument((), jnp.int32),
-        argument((lead[-1],), jnp.int32),
+    return compiled_for(
+        pod,
+        product,
+        ((rows, outputs if transposed else 2 * width), dtype),
+        (shape, jnp.uint8),
+        ((*lead, outputs, width // 16), jnp.uint8),
+        ((), jnp.int32),
+        ((lead[-1],), jnp.int32),
     )
-    local = jax.jit(jax.shard_map(product, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
-    with tempfile.TemporaryDirectory() as dump:
-        return local.lower(*arguments).compile(compiler_options=topology.compiler_options(pod, Path(dump)))

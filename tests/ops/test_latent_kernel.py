@@ -1,18 +1,15 @@
 """The TPU kernel of decoding, run step by step on this machine, and compiled by the TPU's own compiler."""
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from one_device import ON_TPUS, compiled_for, small_tpu
 
 from kimi_jax.ops.latent_attention import decode_attention
 from kimi_jax.ops.latent_kernel import block_size, fits_kernel, kernel_attention, kernel_work
-from kimi_jax.planning import topology
-from kimi_jax.planning.pods import Pod
 
 ROWS, HEADS, WIDTH, RANK, CAPACITY = 4, 6, 144, 128, 1024
 POSITIONS = np.array([700, -3, 1023, 511], np.int32)
@@ -89,29 +86,15 @@ def test_work_of_a_call():
     assert kernel_work([(4, 6, 576), (2, 4, 576, 2048)], 700, 512, 2)[1] == moved
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "devices"),
-    [("v5p-64chips", "v5p:2x2x1", 4), ("v6e-128chips", "v6e:2x2", 4), ("tpu7x-16chips", "tpu7x:2x2x1", 8)],
-)
+@ON_TPUS
 def test_compiled_for_tpu(name, shape, devices):
     """K3's latents of 16 rows at 8,192: Mosaic takes the kernel, and the stack of layers is not copied for it."""
-    hint = topology.missing_compiler("tpu")
-    if hint is not None:
-        pytest.skip(hint)
-    pod = Pod.from_file(name)
-    few = {**pod.mesh, "data": 1, "tensor": devices}
-    pod = dataclasses.replace(pod, topology=shape, chips=4, devices=devices, mesh=few)
-    mesh = Mesh(topology.pod_mesh(pod).devices.reshape(-1)[:1], ("x",))
-
-    def argument(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    pod = small_tpu(name, shape, devices)
 
     def attend(q, latents, positions, layer):
         return kernel_attention(q, latents, 512, positions, 0.1, layer)
 
-    local = jax.shard_map(attend, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    q, latents = argument((16, 6, 576), jnp.bfloat16), argument((22, 16, 8192, 576), jnp.bfloat16)
-    positions, layer = argument((16,), jnp.int32), argument((), jnp.int32)
-    compiled = jax.jit(local).lower(q, latents, positions, layer).compile()
+    q, latents = ((16, 6, 576), jnp.bfloat16), ((22, 16, 8192, 576), jnp.bfloat16)
+    compiled = compiled_for(pod, attend, q, latents, ((16,), jnp.int32), ((), jnp.int32))
     assert "tpu_custom_call" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**21
