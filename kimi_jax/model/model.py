@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.decoder import DecoderLayer
 from kimi_jax.model.segments import segments, stack_places
 from kimi_jax.model.transformer import Transformer
-from kimi_jax.parallel.sharding import Axes
+from kimi_jax.parallel.sharding import Axes, on_mesh
 
 Params = dict[str, Any]
 """Nested dicts; keys joined by '.' are the checkpoint's names without `language_model.` and `model.`."""
@@ -55,6 +56,14 @@ class ModelSpec:
         """The modules over `params`; cheap enough while tracing, never called a step."""
         layers = {i: _as_state(params["layers"][key]) for i, key in enumerate(self.layer_keys)}
         return nnx.merge(self.graphdef, nnx.State(_as_state({**params, "layers": {}}) | {"layers": layers}))
+
+
+@contextmanager
+def computing(spec: ModelSpec) -> Iterator[None]:
+    """While a function is traced: the mesh that constraints refer to, and full matmul precision above bfloat16."""
+    precision = None if spec.dtype == jnp.bfloat16 else "highest"
+    with on_mesh(spec.mesh, spec.expert_strategy), jax.default_matmul_precision(precision):
+        yield
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,7 +1,7 @@
 """The whole language model."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Cache, LayerCache
 from kimi_jax.model.call import make_call
-from kimi_jax.model.decoder import DecoderLayer, LayerTrace
+from kimi_jax.model.decoder import DecoderLayer
 from kimi_jax.model.layers import Embedding, Linear, Norm, project
-from kimi_jax.model.loop import Choices, run_loop, starts_block
+from kimi_jax.model.loop import Choices, Observer, run_layer, run_loop
 from kimi_jax.model.parts import part as named
 from kimi_jax.model.segments import Segment, segments
 from kimi_jax.ops.attn_res import Bank, empty_bank, mix_query, mix_residuals
@@ -21,14 +21,14 @@ from kimi_jax.parallel.sharding import Axes, constrain, divided
 
 
 class Output(NamedTuple):
-    """What a forward call leaves: the input of `norm`, the caches as they lie in `Cache.layers`, every layer's trace.
+    """What a forward call leaves: the input of `norm`, the caches as they lie in `Cache.layers`, what was observed.
 
-    Without a cache there are no caches, and without `seen` no traces.
+    Without a cache there are no caches; `observed` has an entry a layer, in order, or with no observer none.
     """
 
     final_hidden: Array
     caches: tuple[LayerCache, ...]
-    traces: tuple[LayerTrace, ...]
+    observed: tuple[Any, ...]
 
 
 class Transformer(nnx.Module):
@@ -59,7 +59,8 @@ class Transformer(nnx.Module):
         lengths: Int[Array, " B"],
         cache: Cache | None = None,
         choice: Choices | None = None,
-        seen: bool = False,
+        observe: Observer | None = None,
+        remat: bool = False,
     ) -> Output:
         """Runs the layers over right-padded tokens.
 
@@ -68,7 +69,8 @@ class Transformer(nnx.Module):
         - `tokens`: ids; `lengths`: real tokens of each row in this call.
         - `cache`: what came before, None for nothing and no cache.
         - `choice`: expert numbers by 0-based layer, in place of the router's own.
-        - `seen`: whether to keep traces.
+        - `observe`: what to keep of a layer's trace, e.g. `lambda trace: trace.router_index`; None keeps nothing.
+        - `remat`: whether a backward pass computes each layer again instead of keeping what happens inside.
         """
         call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths)
         with named("embedding"):
@@ -76,25 +78,25 @@ class Transformer(nnx.Module):
         bank = self._empty_bank(prefix)
         given = choice or {}
         caches: list[LayerCache] = []
-        traces: dict[int, LayerTrace] = {}
+        observed: list[Any] = []
         for part, entries in self._parts():
             layers = self.layers[entries]
             before = None if cache is None else cache.layers[entries]
             if part.rounds > 1:
-                prefix, bank, after, found = run_loop(part, layers, prefix, bank, call, before, given, seen)
-                traces |= found
+                prefix, bank, after, found = run_loop(part, layers, prefix, bank, call, before, given, observe, remat)
             else:
-                starts = starts_block(self.config, [part.first])
                 own = None if before is None else before[0]
-                prefix, bank, trace = layers[0](prefix, bank, call, own, given.get(part.first), part.first, starts)
-                after = (trace.cache,)
-                traces |= {part.first: trace} if seen else {}
+                chosen = given.get(part.first)
+                prefix, bank, after, found = run_layer(
+                    part.first, layers[0], prefix, bank, call, own, chosen, observe, remat
+                )
+            observed += found
             if cache is not None:
                 caches += after
         if bank is not None:
             with named("residuals"):
                 prefix = mix_residuals(prefix, bank, 2 * self.config.num_layers, self.config.norm_eps)
-        return Output(prefix, tuple(caches), tuple(traces.values()))
+        return Output(prefix, tuple(caches), tuple(observed))
 
     def _parts(self) -> Iterator[tuple[Segment, slice]]:
         """Each segment, and where its entries stand in `layers` and in a cache."""

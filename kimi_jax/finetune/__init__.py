@@ -1,0 +1,1 @@
+"""Fine-tuning with low-rank adapters, and training small models whole."""
