@@ -13,6 +13,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import KDACache, LayerCache
 from kimi_jax.model.call import Call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
+from kimi_jax.model.lora import HALVES, dropout_round
 from kimi_jax.model.segments import Segment
 from kimi_jax.ops.attn_res import Bank
 
@@ -30,7 +31,7 @@ def starts_block(config: ModelConfig, layers: Sequence[int], number: Array | Non
 
 
 def _is_expert(path: tuple[Any, ...], _: Any) -> bool:
-    return "experts" in path
+    return "experts" in path and path[-1] not in HALVES
 
 
 def _stack_choices(choice: Choices, layers: range) -> Array | None:
@@ -87,8 +88,8 @@ def run_loop(
 ) -> tuple[Array, Bank | None, tuple[LayerCache, ...], list[Any]]:
     """Runs the rounds of a segment.
 
-    Small parameters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what reads
-    them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
+    Small parameters, adapters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what
+    reads them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
     """
     split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
     chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]
@@ -106,7 +107,8 @@ def run_loop(
             held = jax.tree.map(lambda x: x[number], own) if isinstance(own, KDACache) else own
             at = replace(call, round=number)
             layer_number = part.first + number * part.period + place
-            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], layer_number, starts)
+            with dropout_round(number):
+                prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], layer_number, starts)
             if isinstance(own, KDACache):
                 after.append(jax.tree.map(lambda x, new: x.at[number].set(new), own, trace.cache))
             else:

@@ -38,7 +38,7 @@ class KeyNorm(nnx.Module):
 
 
 class Indexer(nnx.Module):
-    """The projections of the sparse-attention indexer; see `kimi_jax.ops.indexer`."""
+    """The projections of the sparse-attention indexer; see `kimi_jax.ops.indexer`. No gradient reaches them."""
 
     def __init__(self, config: ModelConfig) -> None:
         sizes = config.indexer
@@ -49,9 +49,9 @@ class Indexer(nnx.Module):
             )
         assert config.mla.query_rank is not None
         self.num_heads, self.head_dim, self.top_k = sizes.num_heads, sizes.head_dim, sizes.top_k
-        self.wq_b = Linear(self.num_heads * self.head_dim, config.mla.query_rank)
-        self.wk = Linear(self.head_dim, config.hidden_size)
-        self.weights_proj = Linear(self.num_heads, config.hidden_size)
+        self.wq_b = Linear(self.num_heads * self.head_dim, config.mla.query_rank, adaptable=False)
+        self.wk = Linear(self.head_dim, config.hidden_size, adaptable=False)
+        self.weights_proj = Linear(self.num_heads, config.hidden_size, adaptable=False)
         self.k_norm = KeyNorm(self.head_dim, sizes.key_norm_bias, config.norm_eps)
 
     def queries(self, latent: Float[Array, "B T Q"]) -> Float[Array, "B T G K"]:

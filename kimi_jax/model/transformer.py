@@ -13,6 +13,7 @@ from kimi_jax.model.call import make_call
 from kimi_jax.model.decoder import DecoderLayer
 from kimi_jax.model.layers import Embedding, Linear, Norm, project
 from kimi_jax.model.loop import Choices, Observer, run_layer, run_loop
+from kimi_jax.model.lora import AdapterSpec, attach_layer
 from kimi_jax.model.parts import part as named
 from kimi_jax.model.segments import Segment, segments
 from kimi_jax.ops.attn_res import Bank, empty_bank, mix_query, mix_residuals
@@ -36,10 +37,18 @@ class Transformer(nnx.Module):
 
     `layers` has an entry a layer; with `loop`, one for each stack of layers that run as a loop: see
     `kimi_jax.model.segments`. The arrays of such an entry have the rounds as their first axis. `dense_weights` is how
-    the projections of attention, dense and shared MLP and head are stored, as `Linear` takes it.
+    the projections of attention, dense and shared MLP and head are stored, as `Linear` takes it; `adapters` which
+    modules have low-rank adapters.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, loop: bool = False, dense_weights: str = "bf16") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        loop: bool = False,
+        dense_weights: str = "bf16",
+        adapters: AdapterSpec | None = None,
+    ) -> None:
         self.segments = segments(config, loop)
         self.embed_tokens = Embedding(config)
         first = [part.first + place for part in self.segments for place in range(part.period)]
@@ -47,11 +56,26 @@ class Transformer(nnx.Module):
         self.norm = Norm(config.hidden_size, config.norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = Norm(config.hidden_size, config.norm_eps)
-            self.output_attn_res_proj = Linear(1, config.hidden_size)
+            self.output_attn_res_proj = Linear(1, config.hidden_size, adaptable=False)
         if not config.tie_embeddings:
             self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", None), dense_weights)
         self.config = config
         self.dtype = dtype
+        if adapters is not None:
+            self._attach(adapters)
+
+    def _attach(self, adapters: AdapterSpec) -> None:
+        """Gives its modules their adapters, in place."""
+        done: set[str] = set()
+        for part, entries in self._parts():
+            for place, layer in enumerate(self.layers[entries]):
+                done |= attach_layer(layer, adapters, part.layers(place))
+        if "lm_head" in adapters.by_name and not self.config.tie_embeddings:
+            self.lm_head.add_adapter(*adapters.by_name["lm_head"], "lm_head")
+            done.add("lm_head")
+        wrong = set(adapters.by_name) - done
+        if wrong:
+            raise ValueError(f"adapter of {min(wrong)!r}: the model has no such module that can have one")
 
     def __call__(
         self,
