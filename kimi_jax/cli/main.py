@@ -19,6 +19,7 @@ from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_prints
 from kimi_jax.cli.plan import Plan
+from kimi_jax.cli.quantize import Quantize
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.cli.tokens import Tokens
 from kimi_jax.config import ConfigError
@@ -36,6 +37,7 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
+    | Annotated[Quantize, tyro.conf.subcommand("quantize")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
