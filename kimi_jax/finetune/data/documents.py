@@ -161,7 +161,8 @@ class Documents:
 
 
 def _record(line: bytes) -> Mapping[str, Any]:
-    if not line.strip():
+    line = line.rstrip()
+    if not line:
         raise DataError("found an empty line, wanted a JSON object")
     try:
         record = json.loads(line.decode("utf-8-sig"))
