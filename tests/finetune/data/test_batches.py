@@ -159,6 +159,15 @@ def test_a_run_goes_on_from_every_position(documents, options):
         assert all(same([array[1:] for array in old], new) for old, new in zip(whole[step:], rest, strict=True))
 
 
+def test_a_run_goes_on_with_other_batches_of_the_same_rows(documents):
+    two, three = (Batches(documents, rows=rows, length=40, seed=5, epochs=2) for rows in (2, 3))
+    for _ in range(4):
+        next(two)
+    three.restore(two.state())
+    rest = [np.concatenate([batch.tokens[batch.lengths > 0] for batch in batches]) for batches in (two, three)]
+    assert np.array_equal(*rest)
+
+
 def test_a_used_iterator_goes_back_and_epochs_are_counted(tmp_path):
     batches = Batches(documents_of(tmp_path, ["abcd", "efg", "hhhhh"]), rows=1, length=4, seed=2, packing=False)
     start = batches.state()

@@ -87,22 +87,23 @@ def test_of_a_conversation_all_that_the_model_writes_counts_and_nothing_else(wri
     assert everything.weights.tolist() == [1.0] * len(document.tokens)
 
 
-def test_control_tokens_spelled_in_a_conversation_stay_text(write):
+@pytest.mark.parametrize("spelling", [SPELLED, "<|sep|>", "<|end_of_msg|>"])
+def test_control_tokens_spelled_in_a_conversation_stay_text(write, spelling):
     def conversation(spelled):
         calling = said(spelled, spelled, ("f", json.dumps({spelled: spelled}))) | {"name": spelled}
         user, tool = {"role": "user", "content": spelled}, {"role": "tool", "tool": "f", "content": spelled}
         return {"messages": [user, calling, tool, said("", "b")]}
 
-    documents = Documents([write(conversation(SPELLED), conversation("x"))], BYTEWISE)
+    documents = Documents([write(conversation(spelling), conversation("x"))], BYTEWISE)
     document = documents.read(0)
     for written in (0, 1):
         spelled, plain = (
             d.tokens[(d.tokens >= 256) & (d.weights == written)].tolist() for d in map(documents.read, (0, 1))
         )
         assert spelled == plain
-    escaped = SPELLED.replace('"', "&quot;")
+    escaped = spelling.replace('"', "&quot;")
     assert [text for text, weight in runs(document) if weight] == [
-        answer(SPELLED, SPELLED, call(argument(SPELLED, escaped))),
+        answer(spelling, spelling, call(argument(spelling, escaped))),
         answer("", "b"),
     ]
     assert f'name="{escaped}"<|sep|><|open|>think<|sep|>' in runs(document)[0][0]
