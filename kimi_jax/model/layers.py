@@ -68,6 +68,14 @@ class Linear(nnx.Module):
             out = out + low_rank(seen, self.lora_A[...], self.lora_B[...], self.lora_scale).astype(out.dtype)
         return out.astype(narrow)
 
+    def matrix(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
+        """The matrix itself, as stored; of an adapted one `W + scale · B A`, in `dtype`. Dropout does not reach it."""
+        if not hasattr(self, "lora_A"):
+            return self.weight[...]
+        wide = wide_dtype(dtype)
+        change = jnp.einsum("or,ri->oi", self.lora_B[...].astype(wide), self.lora_A[...].astype(wide))
+        return (self.weight[...].astype(wide) + self.lora_scale * change).astype(dtype)
+
 
 class Norm(nnx.Module):
     """RMSNorm with its `weight` `[D]`."""

@@ -109,7 +109,7 @@ class MultiHeadLatentAttention(nnx.Module):
             latents = write_positions(write_rows, cache.latents, latents, *places)
         index_keys = None
 
-        kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
+        kv_b = self.kv_b_proj.matrix(x.dtype).reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
