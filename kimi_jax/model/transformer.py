@@ -60,6 +60,7 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         choice: Choices | None = None,
         seen: bool = False,
+        first: Int[Array, "B T"] | None = None,
     ) -> Output:
         """Runs the layers over right-padded tokens.
 
@@ -69,8 +70,12 @@ class Transformer(nnx.Module):
         - `cache`: what came before, None for nothing and no cache.
         - `choice`: expert numbers by 0-based layer, in place of the router's own.
         - `seen`: whether to keep traces.
+        - `first`: where rows hold several documents one after the other, the place in its row where each token's
+            document begins: no token knows of another document. None for one a row. Only without a cache.
+
+        **Raises:** `ValueError` for `first` with a cache.
         """
-        call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths)
+        call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths, first)
         with named("embedding"):
             prefix = self.embed_tokens(tokens, self.dtype)
         bank = self._empty_bank(prefix)
