@@ -79,11 +79,11 @@ def compiled(model):
             layers = layers | {layer: own | {"self_attn": own["self_attn"] | {name: {"weight": weight}}}}
         with computing(model.spec):
             module = model.spec.module({**params, "layers": layers})
-            out = module(tokens, lengths, seen=True, first=first)
+            out = module(tokens, lengths, observe=lambda trace: trace.router_index, first=first)
             logits = module.logits(out.final_hidden)
         own = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
         real = jnp.arange(WIDTH)[None, :] < lengths[:, None]
-        return jnp.sum(jnp.where(real, own, 0)), (logits, out.traces[1].router_index)
+        return jnp.sum(jnp.where(real, own, 0)), (logits, out.observed[1])
 
     trained = {
         (layer, name): model.params["layers"][layer]["self_attn"][name]["weight"].astype(jnp.float32)
