@@ -15,6 +15,7 @@ from kimi_jax.cli.compilation_cache import use_compilation_cache
 from kimi_jax.cli.compile import Compile
 from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
+from kimi_jax.cli.finetune import Finetune
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.merge import Merge
@@ -39,6 +40,7 @@ Command = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
+    | Annotated[Finetune, tyro.conf.subcommand("finetune")]
     | Annotated[Merge, tyro.conf.subcommand("merge")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.finetune.loss import next_token_loss
 from kimi_jax.finetune.router_statistics import choices_of, router_drift, router_load
-from kimi_jax.model.adapters import join_params
+from kimi_jax.model.adapters import adapter_layout, join_params
 from kimi_jax.model.lora import dropout
-from kimi_jax.model.model import ModelSpec, Params, computing
+from kimi_jax.model.model import ModelSpec, Params, computing, nest
 from kimi_jax.model.transformer import Output
 from kimi_jax.parallel.sharding import array_sharding
 
@@ -45,19 +45,31 @@ class TrainState:
 
     adapters: Params
     optimizer: Any
-    step: Array
+    step: Any
+
+
+def state_layout(spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes, dtypes and shardings of a state, nothing allocated.
+
+    An optimizer's means and sums lie as what they belong to, everything else on every device.
+    """
+    whole = array_sharding("step", (), (), spec.mesh)
+    adapters = nest({name: like for name, (like, _) in adapter_layout(spec).items()})
+    state = optax.tree_map_params(
+        optimizer,
+        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+        jax.eval_shape(optimizer.init, adapters),
+        adapters,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+    )
+    return TrainState(adapters, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
 
 
 def init_state(spec: ModelSpec, optimizer: optax.GradientTransformation, adapters: Params) -> TrainState:
     """The state before the first step."""
-    state = jax.eval_shape(optimizer.init, adapters)
-    whole = array_sharding("step", (), (), spec.mesh)
-    # An optimizer's means and sums lie as what they belong to, everything else on every device.
-    places = optax.tree_map_params(
-        optimizer, lambda _, x: x.sharding, state, adapters, transform_non_params=lambda _: whole
-    )
-    opened = jax.jit(optimizer.init, out_shardings=places)(adapters)
-    return TrainState(adapters, opened, jax.device_put(jnp.zeros((), jnp.int32), whole))
+    places = jax.tree.map(lambda x: x.sharding, state_layout(spec, optimizer))
+    opened = jax.jit(optimizer.init, out_shardings=places.optimizer)(adapters)
+    return TrainState(adapters, opened, jax.device_put(jnp.zeros((), jnp.int32), places.step))
 
 
 def batch_loss(

@@ -114,10 +114,13 @@ class MultiHeadLatentAttention(nnx.Module):
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
         arrays: dict[str, Any] = {"q": q, "latents": latents, "w_key": w_key, "w_value": w_value}
-        arrays |= {"positions": call.positions, "filled": call.filled}
+        arrays["positions"] = call.positions
+        arrays |= {} if call.filled is None else {"filled": call.filled}
+        arrays |= {} if call.first is None else {"since": call.first}
         arrays |= {"layer": call.round} if stacked else {}
         axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}
-        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": (), "layer": ()}
+        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "since": ("batch", None)}
+        axes |= {"filled": (), "layer": ()}
         attend: Callable[..., Array] = _dense
         if self.has_indexer and q_latent is not None:
             index_keys = self.indexer.keys(x)
@@ -143,13 +146,20 @@ def _dense(
     w_key: Array,
     w_value: Array,
     positions: Array,
-    filled: Array | int,
+    filled: Array | None = None,
     layer: Array | None = None,
+    since: Array | None = None,
 ) -> Array:
-    """Attention to all of the entries from position `first` on that are held here."""
-    attention = decode_attention if q.shape[1] == 1 else prefill_attention
-    blocks = filled_blocks(filled - first, latents.shape[-2])
-    return attention(q, latents, w_key, w_value, positions - first, blocks, combine, layer)
+    """Attention to all of the entries from position `first` on that are held here.
+
+    Without `filled` all are, and the number of blocks is known early: reverse-mode derivatives want that.
+    """
+    capacity = latents.shape[-2]
+    blocks = filled_blocks(capacity if filled is None else filled - first, capacity)
+    arguments = q, latents, w_key, w_value, positions - first, blocks, combine, layer
+    if q.shape[1] == 1:
+        return decode_attention(*arguments)  # the only token of its row: there is no other document
+    return prefill_attention(*arguments, None if since is None else since - first)
 
 
 def _indexed(
@@ -161,15 +171,16 @@ def _indexed(
     w_key: Array,
     w_value: Array,
     positions: Array,
-    filled: Array | int,
     index_q: Array,
     index_k: Array,
     index_weight: Array,
     top_k: int,
+    filled: Array | None = None,
     layer: Array | None = None,
+    since: Array | None = None,
 ) -> Array:
     """Attention to those of the entries held here that the indexer chooses among all."""
     index = index_q, index_k, index_weight
     return indexed_attention(
-        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer
+        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer, since
     )

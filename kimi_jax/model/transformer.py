@@ -85,6 +85,7 @@ class Transformer(nnx.Module):
         choice: Choices | None = None,
         observe: Observer | None = None,
         remat: bool = False,
+        first: Int[Array, "B T"] | None = None,
     ) -> Output:
         """Runs the layers over right-padded tokens.
 
@@ -95,8 +96,12 @@ class Transformer(nnx.Module):
         - `choice`: expert numbers by 0-based layer, in place of the router's own.
         - `observe`: what to keep of a layer's trace, e.g. `lambda trace: trace.router_index`; None keeps nothing.
         - `remat`: whether a backward pass computes each layer again instead of keeping what happens inside.
+        - `first`: where rows hold several documents one after the other, the place in its row where each token's
+            document begins: no token knows of another document. None for one a row. Only without a cache.
+
+        **Raises:** `ValueError` for `first` with a cache.
         """
-        call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths)
+        call = make_call(tokens.shape[1], lengths, None if cache is None else cache.lengths, first)
         with named("embedding"):
             prefix = self.embed_tokens(tokens, self.dtype)
         bank = self._empty_bank(prefix)

@@ -101,7 +101,7 @@ class Batches:
 
     @property
     def epochs_done(self) -> float:
-        """Epochs behind this position, and of the present one the share of lines."""
+        """Epochs behind this position, and of the present one the share of lines that are in rows."""
         return self._epoch + self._position / len(self._documents)
 
     def __iter__(self) -> "Batches":
@@ -122,7 +122,7 @@ class Batches:
         It is the same in every process, and holds for any number of processes and rows a batch.
         """
         return {
-            "settings": self._settings,
+            "settings": dict(self._settings),
             "epoch": self._epoch,
             "position": self._position,
             "start": self._start,
@@ -149,11 +149,10 @@ class Batches:
 
     def _piece(self, line: int, start: int, length: int) -> Piece:
         document = self._documents.read(line)
-        piece = cut(line, document, start, length) if document else None
-        if piece is None or len(piece.tokens) != length:
+        if document is None or start + length >= len(document.tokens):
             place = self._documents.lines.place(line)
             raise DataError(f"{place}: not the document of the saved position: has the file changed?")
-        return piece
+        return cut(line, document, start, length)
 
     def _next_row(self) -> list[Piece] | None:
         while (piece := self._next_piece()) is not None:
@@ -167,11 +166,14 @@ class Batches:
             line = int(self._order[self._position])
             if self._document is None:
                 self._document = self._documents.read(line)
-            piece = cut(line, self._document, self._start, self._length) if self._document else None
-            if piece is not None:
-                self._start += len(piece.tokens)
-                return piece
-            self._next_document()
+            document, start = self._document, self._start
+            if document is None:
+                self._next_document()
+                continue
+            self._start = min(start + self._length, len(document.tokens) - 1)
+            if self._start == len(document.tokens) - 1:
+                self._next_document()
+            return cut(line, document, start, self._length)
         return None
 
     def _next_document(self) -> None:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -30,9 +30,6 @@ from kimi_jax.chat.segments import SEP, Segment, segments_ids
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.finetune.data.errors import DataError
 from kimi_jax.finetune.data.lines import Lines
-
-TrainOn = Literal["assistant", "all"]
-OnError = Literal["skip", "fatal"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,10 +58,10 @@ class Documents:
         paths: Sequence[str | PathLike[str]],
         tokenizer: Tokenizer,
         *,
-        train_on: TrainOn = "assistant",
+        train_on: str = "assistant",
         end_id: int | None = None,
         options: Mapping[str, Any] | None = None,
-        on_error: OnError = "skip",
+        on_error: str = "skip",
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
         """Finds the lines, and in every file one that can be used.
@@ -161,7 +158,8 @@ class Documents:
 
 
 def _record(line: bytes) -> Mapping[str, Any]:
-    if not line.strip():
+    line = line.rstrip()
+    if not line:
         raise DataError("found an empty line, wanted a JSON object")
     try:
         record = json.loads(line.decode("utf-8-sig"))

@@ -30,11 +30,9 @@ class Piece(NamedTuple):
     weights: Float32[np.ndarray, " n"]
 
 
-def cut(line: int, document: Document, start: int, length: int) -> Piece | None:
-    """At most `length` places of the document from `start` on; None where it has no more."""
+def cut(line: int, document: Document, start: int, length: int) -> Piece:
+    """The document's places from `start` on, at most `length` of them."""
     stop = min(start + length, len(document.tokens) - 1)
-    if start >= stop:
-        return None
     tokens, weights = document
     return Piece(line, start, tokens[start:stop], tokens[start + 1 : stop + 1], weights[start + 1 : stop + 1])
 
