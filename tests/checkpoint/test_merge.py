@@ -82,7 +82,7 @@ def test_numbers_are_rounded_once():
 
 
 def test_logits_are_those_with_adapters(rewrite, tmp_path):
-    """Three layers of K3 in float32, every module adapted but the routed experts."""
+    """Three layers of K3 in float32, every module adapted, the routed experts too."""
     directory, out = tmp_path / "base", tmp_path / "out"
     raw = json.loads(THREE_LAYERS.read_text())
     del raw["text_config"]["quantization_config"]
@@ -94,7 +94,7 @@ def test_logits_are_those_with_adapters(rewrite, tmp_path):
 
     rewrite(next(directory.glob("*.safetensors")), widen)
     model = kj.load_model(directory, dtype="float32")
-    modules = [(name, 2, 1.0) for name in adaptable_names(model.config) if ".experts." not in name]
+    modules = [(name, 2, 1.0) for name in adaptable_names(model.config)]
     spec, _ = made(model.config, tmp_path / "adapters", *modules)
     assert merge(directory, tmp_path / "adapters", out).modules == len(spec.modules)
     adapted = kj.load_model(directory, dtype="float32", adapters=tmp_path / "adapters")
