@@ -92,6 +92,13 @@ def optimized():
 
 
 @pytest.fixture
+def optax_promotion():
+    """optax mixes dtypes and ranks: steps are traced as it wants them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path):
     """`checkpoint(name)`: a private copy of a tiny checkpoint, to be damaged."""
 

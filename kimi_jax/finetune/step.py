@@ -120,7 +120,7 @@ def train_step(
     (loss, chosen), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.adapters)
     updates, after = optimizer.update(gradient, state.optimizer, state.adapters)
     adapters = optax.apply_updates(state.adapters, updates)
-    found = {"loss": loss, "tokens": predicted, "gradient_norm": optax.global_norm(gradient)}
+    found = {"loss": loss, "tokens": predicted, "gradient_norm": optax.tree.norm(gradient)}
     if chosen:
         real = jnp.arange(batch.tokens.shape[1])[None, :] < batch.lengths[:, None]
         found |= router_load(chosen, real, spec.config.moe.num_experts)

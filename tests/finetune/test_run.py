@@ -1,0 +1,95 @@
+"""Runs: stopped and gone on with, nothing of the base changed, bad directories refused."""
+
+import dataclasses
+import hashlib
+import json
+
+import jax
+import numpy as np
+import pytest
+from finetune.conftest import TinyRun
+
+from kimi_jax.finetune.data.errors import DataError
+from kimi_jax.finetune.run import RunError, run_finetuning
+from kimi_jax.model.adapters import fetch_adapters
+from kimi_jax.model.model import flatten
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def digest(params):
+    whole = hashlib.sha256()
+    for name, array in sorted(flatten(params)):
+        whole.update(name.encode() + np.asarray(array).tobytes())
+    return whole.hexdigest()
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, tiny_run: TinyRun):
+    config, held_out = tiny_run.config, tiny_run.held_out
+    whole = tiny_run.trainer()
+    before = digest(whole.base)
+    lines = []
+    run_finetuning(whole, config, tiny_run.batches(), held_out, tmp_path / "a", origin={}, report=lines.append)
+    assert digest(whole.base) == before
+    adapters = fetch_adapters(whole.spec, whole.state.adapters)
+    assert any(np.abs(x).max() > 0 for name, x in adapters.items() if name.endswith("lora_B"))
+
+    class KilledError(Exception):
+        pass
+
+    def kill(line):
+        if line.get("step") == 5 and "loss" in line:
+            raise KilledError
+
+    killed = tiny_run.trainer()
+    with pytest.raises(KilledError):
+        run_finetuning(killed, config, tiny_run.batches(), held_out, tmp_path / "b", origin={}, report=kill)
+    again = tiny_run.trainer()
+    run_finetuning(again, config, tiny_run.batches(), held_out, tmp_path / "b", origin={})
+    for name, x in fetch_adapters(again.spec, again.state.adapters).items():
+        np.testing.assert_allclose(x, adapters[name], rtol=0, atol=1e-6, err_msg=name)
+    logs = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]] == [1, 2, 3, 4, 4, 5, 6, 7, 7]
+    for one, other in zip(*logs, strict=True):
+        for name in {"loss", "held_out_loss", "router_drift"} & one.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-5)
+    assert lines[-1]["held_out_loss"] < lines[4]["held_out_loss"]
+    assert lines[0]["router_drift"] == 0  # B is zero: the router chooses as the base does
+    assert (tmp_path / "a" / "adapters" / "adapter_config.json").is_file()
+
+
+def test_directories_that_are_refused(tmp_path, tiny_run: TinyRun):
+    trainer = tiny_run.trainer()
+
+    def run(directory, config=tiny_run.config, origin=None):
+        run_finetuning(trainer, config, tiny_run.batches(), None, directory, origin=origin or {"model": "x"})
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious.txt").write_text("kept")
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        run(tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["precious.txt"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(
+        json.dumps({"origin": {"model": "x"}, "settings": json.loads(json.dumps(dataclasses.asdict(tiny_run.config)))})
+    )
+    with pytest.raises(RunError, match="started with model 'x', now it is 'y'"):
+        run(tmp_path / "run", origin={"model": "y"})
+    longer = dataclasses.replace(tiny_run.config, run=dataclasses.replace(tiny_run.config.run, seed=9))
+    with pytest.raises(RunError, match="started with run"):
+        run(tmp_path / "run", longer)
+
+
+def test_the_optimizer_holds_nothing_of_the_base(tiny_run: TinyRun):
+    state = tiny_run.trainer().state
+    adapters = sum(x.size for x in jax.tree.leaves(state.adapters))
+    means = [x for x in jax.tree.leaves(state.optimizer) if x.size > 1]
+    assert sum(x.size for x in means) == 2 * adapters
+    assert {x.dtype for x in means} == {np.dtype("float32")}
+
+
+def test_data_of_other_settings_is_no_place_to_go_on(tiny_run: TinyRun):
+    batches = tiny_run.batches()
+    state = batches.state() | {"settings": {}}
+    with pytest.raises(DataError, match="the saved position is one of"):
+        batches.restore(state)
