@@ -12,6 +12,8 @@ buffer grows with T·S and a cache is only read as far as it is filled.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,19 +75,73 @@ def prefill_attention(
     - `layer`: where `latents` is a stack of several layers' entries, whose to read.
     - `since`: the first entry that each query sees, counted as `positions`. None: all entries up to its own.
     """
-    rank = w_key.shape[-1]
-    w_key, w_value = w_key.astype(q.dtype), w_value.astype(q.dtype)
-
-    def block(entries: Array) -> tuple[Array, Array]:
-        latent, extra = entries[..., :rank], entries[..., rank:]
-        key = jnp.einsum("bsc,nhc->bsnh", latent, w_key)
-        shape = (*key.shape[:3], extra.shape[-1])
-        key = jnp.concatenate([key, jnp.broadcast_to(extra[:, :, None, :], shape)], axis=-1)
-        return _scores("btnk,bsnk->btns", q, key), jnp.einsum("bsc,nvc->bsnv", latent, w_value)
-
-    scale = q.shape[-1] ** -0.5
+    arrays = q, w_key.astype(q.dtype), w_value.astype(q.dtype)
+    if combine is None and layer is None and isinstance(num_blocks, int):
+        return _prefill_alone(num_blocks, arrays, latents, positions, since)
+    block = partial(_expanded, arrays)
     mix, width = "btns,bsnv->btnv", w_value.shape[1]
-    return _attend(latents, positions, num_blocks, block, mix, width, scale, q, combine, layer, since)
+    state = _attend(latents, positions, num_blocks, block, mix, width, q, layer, since)
+    return _finish(*state, combine).astype(q.dtype)
+
+
+def _expanded(arrays: tuple[Array, Array, Array], entries: Array) -> tuple[Array, Array]:
+    """Scaled scores `[B, T, N, J]` and values `[B, J, N, V]` of a block of entries, keys and values expanded."""
+    q, w_key, w_value = arrays
+    rank = w_key.shape[-1]
+    latent, extra = entries[..., :rank], entries[..., rank:]
+    key = jnp.einsum("bsc,nhc->bsnh", latent, w_key)
+    shape = (*key.shape[:3], extra.shape[-1])
+    key = jnp.concatenate([key, jnp.broadcast_to(extra[:, :, None, :], shape)], axis=-1)
+    scores = _scores("btnk,bsnk->btns", q, key) * q.shape[-1] ** -0.5
+    return scores, jnp.einsum("bsc,nvc->bsnv", latent, w_value)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prefill_alone(
+    num_blocks: int, arrays: tuple[Array, Array, Array], latents: Array, positions: Array, since: Array | None
+) -> Array:
+    """Attention over all entries, which lie on this device; a backward pass computes the scores again."""
+    return _prefill_forward(num_blocks, arrays, latents, positions, since)[0]
+
+
+def _prefill_forward(
+    num_blocks: int, arrays: tuple[Array, Array, Array], latents: Array, positions: Array, since: Array | None
+) -> tuple[Array, tuple[Any, ...]]:
+    q, mix = arrays[0], "btns,bsnv->btnv"
+    block = partial(_expanded, arrays)
+    peak, total, mixed = _attend(latents, positions, num_blocks, block, mix, arrays[2].shape[1], q, None, since)
+    out = _finish(peak, total, mixed, None).astype(q.dtype)
+    return out, (arrays, latents, positions, since, out, peak + jnp.log(total))
+
+
+def _prefill_backward(num_blocks: int, residuals: tuple[Any, ...], gradient: Array) -> tuple[Any, ...]:
+    """With p the shares, v the values and g the gradient: dv = pᵀg, and dscore = p·(g·v − g·out)."""
+    arrays, latents, positions, since, out, log_total = residuals
+    wide = log_total.dtype
+    gradient = gradient.astype(wide)
+    own = jnp.sum(gradient * out.astype(wide), axis=-1)
+
+    def one_block(j: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        to_arrays, to_latents = carry
+        start, seen = _block_bounds(j, latents.shape[-2], positions, since)
+        entries = cached_positions(latents, start, seen.shape[-1])
+        (scores, values), pull = jax.vjp(_expanded, arrays, entries)
+        share = jnp.exp(jnp.where(seen[:, :, None, :], scores, -jnp.inf) - log_total[..., None])
+        to_values = jnp.einsum("btns,btnv->bsnv", share, gradient)
+        to_share = jnp.einsum("btnv,bsnv->btns", gradient, values.astype(wide))
+        to_scores = share * (to_share - own[..., None])
+        more, to_entries = pull((to_scores.astype(scores.dtype), to_values.astype(values.dtype)))
+        before = cached_positions(to_latents, start, seen.shape[-1])
+        to_latents = jax.lax.dynamic_update_slice_in_dim(to_latents, before + to_entries.astype(wide), start, axis=1)
+        return jax.tree.map(lambda x, y: x + y.astype(wide), to_arrays, more), to_latents
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), (arrays, latents))
+    to_arrays, to_latents = jax.lax.fori_loop(0, num_blocks, one_block, zeros)
+    to_arrays = jax.tree.map(lambda x, like: x.astype(like.dtype), to_arrays, arrays)
+    return to_arrays, to_latents.astype(latents.dtype), None, None
+
+
+_prefill_alone.defvjp(_prefill_forward, _prefill_backward)
 
 
 def decode_attention(
@@ -102,13 +158,14 @@ def decode_attention(
     rank = w_key.shape[-1]
     folded = fold_query(q, w_key)
 
-    def block(entries: Array) -> tuple[Array, Array]:
-        return _scores("btnc,bsc->btns", folded, entries), entries[..., :rank]
-
     scale = q.shape[-1] ** -0.5
 
+    def block(entries: Array) -> tuple[Array, Array]:
+        return _scores("btnc,bsc->btns", folded, entries) * scale, entries[..., :rank]
+
     def loop() -> Array:
-        return _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, scale, q, combine, layer)
+        state = _attend(latents, positions, num_blocks, block, "btns,bsc->btnc", rank, q, layer)
+        return _finish(*state, combine).astype(q.dtype)
 
     def kernel() -> Array:
         peak, total, mixed = kernel_attention(folded[:, 0], latents, rank, positions[:, 0], scale, layer)
@@ -156,28 +213,23 @@ def _attend(
     block: Callable[[Array], tuple[Array, Array]],
     mix: str,
     width: int,
-    scale: float,
     like: Array,
-    combine: Combine | None,
     layer: Array | None,
     since: Array | None = None,
-) -> Array:
-    """Softmax over the entries `since` to `positions`, block after block; `block` gives raw scores and values."""
+) -> tuple[Array, Array, Array]:
+    """Softmax over the entries `since` to `positions`, block after block; `block` gives scaled scores and values.
+
+    **Returns:** the highest score, the sum of the shares over it, and the values mixed by these.
+    """
     capacity = latents.shape[-2]
-    size = min(KEY_BLOCK, capacity)
     wide = wide_dtype(like.dtype)
     shape = like.shape[:3]
 
     def one_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, mixed = carry
-        # The last block of a cache that is no multiple of the size starts earlier and masks what it repeats.
-        start = jnp.minimum(j * size, capacity - size)
-        scores, values = block(widened(cached_positions(latents, start, size, layer), like.dtype))
-        place = start + jnp.arange(size, dtype=positions.dtype)
-        seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
-        if since is not None:
-            seen &= place[None, None, :] >= since[:, :, None]
-        scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)
+        start, seen = _block_bounds(j, capacity, positions, since)
+        scores, values = block(widened(cached_positions(latents, start, seen.shape[-1], layer), like.dtype))
+        scores = jnp.where(seen[:, :, None, :], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         share = jnp.exp(scores - _finite(new_peak)[..., None])
         fade = jnp.exp(peak - _finite(new_peak))
@@ -185,8 +237,19 @@ def _attend(
         return new_peak, total * fade + jnp.sum(share, axis=-1), mixed * fade[..., None] + part
 
     start = (jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, width), wide))
-    peak, total, mixed = jax.lax.fori_loop(0, num_blocks, one_block, start)
-    return _finish(peak, total, mixed, combine).astype(like.dtype)
+    return jax.lax.fori_loop(0, num_blocks, one_block, start)
+
+
+def _block_bounds(j: Array, capacity: int, positions: Array, since: Array | None) -> tuple[Array, Array]:
+    """Where a block of entries starts, and which of its entries each query sees, `[B, T, J]`."""
+    size = min(KEY_BLOCK, capacity)
+    # The last block of a cache that is no multiple of the size starts earlier and masks what it repeats.
+    start = jnp.minimum(j * size, capacity - size)
+    place = start + jnp.arange(size, dtype=positions.dtype)
+    seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
+    if since is not None:
+        seen &= place[None, None, :] >= since[:, :, None]
+    return start, seen
 
 
 def _finite(peak: Array) -> Array:
