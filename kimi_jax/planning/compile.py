@@ -215,7 +215,7 @@ def _base_params(spec: ModelSpec) -> Params:
     )
 
 
-def _lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:
+def lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:
     """A step of fine-tuning, traced for arguments of which only shapes, dtypes and shardings are known."""
     assert step.training is not None
     settings = step.training
@@ -305,7 +305,7 @@ def _largest_bytes(arrays: Sequence[Shape]) -> tuple[int, ...]:
 
 def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
     start = time.perf_counter()
-    lowered = _lower_training(spec, step) if step.phase == "train" else extend.lower(spec, *step_arguments(spec, step))
+    lowered = lower_training(spec, step) if step.phase == "train" else extend.lower(spec, *step_arguments(spec, step))
     middle, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as dump:
         try:
