@@ -21,6 +21,7 @@ from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_p
 from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.cli.tokens import Tokens
+from kimi_jax.cli.train import Train
 from kimi_jax.config import ConfigError
 from kimi_jax.parallel.distributed import fail, finish, is_joined
 from kimi_jax.parallel.launch_environment import DistributedError
@@ -36,6 +37,7 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]

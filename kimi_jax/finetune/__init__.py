@@ -1,0 +1,1 @@
+"""Training: whole small models, and adapters on a packed base."""
