@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kimi_jax.chat.images import image_geometry
+from kimi_jax.chat.options import BEHIND
 from kimi_jax.chat.render import render
 from kimi_jax.chat.segments import Segment, segments_ids
 from kimi_jax.chat.tokenizer import Tokenizer
@@ -19,7 +20,6 @@ from kimi_jax.chat.tokenizer import Tokenizer
 OPENER = 3
 """Tokens of the channel opener at the end of a prompt, which the API counts neither as input nor as output."""
 MILLION = 1_000_000
-_BEHIND = ("tool choice", "response format")
 _PROMPT = "generation prompt"
 
 
@@ -107,7 +107,7 @@ def calls_of(groups: Sequence[MessageCount]) -> tuple[Call, ...]:
     given = [group.role for group in groups if group.message is not None]
     open_end = not given or given[-1] != "assistant"
     opener = sum(group.tokens for group in groups if group.role == _PROMPT)
-    behind = sum(group.tokens for group in groups if group.role in _BEHIND)
+    behind = sum(group.tokens for group in groups if group.role in BEHIND)
     calls: list[Call] = []
     sent, thinking, known, once = 0, 0, 0, 0
     for group in groups:
@@ -119,8 +119,8 @@ def calls_of(groups: Sequence[MessageCount]) -> tuple[Call, ...]:
             known = sent + group.tokens
             thinking += reasoning
         elif group.message is None or group.role == "system":
-            once += group.tokens if group.role not in _BEHIND else 0
-        if group.role not in (*_BEHIND, _PROMPT):
+            once += group.tokens if group.role not in BEHIND else 0
+        if group.role not in (*BEHIND, _PROMPT):
             sent += group.tokens
     return tuple(calls)
 

@@ -11,6 +11,10 @@ from kimi_jax.chat.literals import sorted_json
 from kimi_jax.chat.segments import Segment, SegmentWriter
 
 EFFORTS = ("low", "high", "max")
+BEHIND = ("tool choice", "response format")
+"""The parts of the prompt that stand behind the messages: they are for one request."""
+REQUEST_OPTIONS = ("tools", "thinking", "effort", "tool_choice", "response_format", "response_schema")
+_ALIASES = {"thinking_effort": "effort", "reasoning_effort": "effort"}
 
 _TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n"
 _MORE_TOOLS = (
@@ -33,6 +37,24 @@ _RESPONSE_FORMAT = (
     "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
 )
 _SCHEMA = "\nThe JSON data must match the following schema:\n"
+
+
+def request_options(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `render` that stand beside the messages of an OpenAI-style request.
+
+    Other keys, and keys without a value, are left out. `thinking_effort` and `reasoning_effort` are `effort`.
+
+    **Raises:** `ChatError` for an option that is given twice, with two values.
+    """
+    options: dict[str, Any] = {}
+    for key, value in request.items():
+        name = _ALIASES.get(key, key)
+        if name not in REQUEST_OPTIONS or value is None:
+            continue
+        if name in options and options[name] != value:
+            raise ChatError(f"{name} is said twice, as {options[name]!r} and {value!r}")
+        options[name] = value
+    return options
 
 
 def thinks(thinking: bool, effort: str | None) -> bool:

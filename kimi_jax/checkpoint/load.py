@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from kimi_jax.checkpoint.adapters import read_adapters
 from kimi_jax.checkpoint.converted import ConvertedSource
 from kimi_jax.checkpoint.manifest import is_converted
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.adapters import with_adapters
 from kimi_jax.model.model import Model, ModelSpec, Params, nest, param_layout
 from kimi_jax.ops.rounding import DENSE_WEIGHTS, round_channels
 from kimi_jax.parallel.expert_parallel import STRATEGIES
@@ -40,6 +43,7 @@ def load_model(
     expert_strategy: str = "auto",
     loop: bool | None = None,
     dense_weights: str = "bf16",
+    adapters: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a checkpoint onto the devices of `mesh`; on several hosts each reads only what its devices hold.
@@ -61,6 +65,7 @@ def load_model(
         MLPs, and the head, to eight bits with one float32 scale an output channel, half of bfloat16's bytes. As the
         checkpoint has them stay embedding, `kv_b_proj`, indexer, router, and the projections around the experts. "bf16"
         rounds nothing. Devices round one array after the other.
+    - `adapters`: a directory of low-rank adapters in PEFT's format, or of a run of `kimi-jax finetune`.
     - `progress`: called after each array with the bytes read and the bytes in all.
 
     **Raises:** `ConfigError` for the configuration, `MeshError` where the mesh does not divide the model,
@@ -72,6 +77,7 @@ def load_model(
         raise ValueError("loop is for whole models: leave it out when choosing layers")
     loop = False if layers is not None else loop
     source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
+    added = None if adapters is None else read_adapters(adapters, spec.config)
     published = param_layout(spec.config, spec.loop)
     declared = param_layout(spec.config, spec.loop, dense_weights)
     shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
@@ -92,13 +98,17 @@ def load_model(
         placed += sizes[key]
         if progress is not None:
             progress(placed, total)
-    return Model(
+    model = Model(
         spec=spec,
         params=nest(params),
         stop_ids=source.stop_ids,
         vision_tensors=source.vision_tensors,
         absent_layers=tuple(layer for layer in range(source.config.num_layers) if layer not in present),
     )
+    if added is None:
+        return model
+    adapter_spec, arrays = added
+    return with_adapters(model, adapter_spec, lambda name, index: arrays[name][index])
 
 
 def declared_model(
@@ -109,14 +119,17 @@ def declared_model(
     expert_strategy: str = "auto",
     loop: bool | None = None,
     dense_weights: str = "bf16",
+    adapters: str | Path | None = None,
 ) -> tuple[ModelSpec, Params]:
     """What `load_model` would load: its `spec`, and parameters of which shapes, dtypes and shardings are known."""
     source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
+    if adapters is not None:
+        spec = replace(spec, adapters=read_adapters(adapters, spec.config)[0])
     published = param_layout(spec.config, spec.loop)
     for _, _, names in published.values():
         _check_same_dtype(source, names)
     params = {}
-    for key, (x, axes, names) in param_layout(spec.config, spec.loop, dense_weights).items():
+    for key, (x, axes, names) in param_layout(spec.config, spec.loop, dense_weights, spec.adapters).items():
         kept = key in published and x.dtype == published[key][0].dtype
         stored = source.dtype(names[0]) if kept else x.dtype
         params[key] = jax.ShapeDtypeStruct(x.shape, stored, sharding=array_sharding(key, x.shape, axes, mesh))

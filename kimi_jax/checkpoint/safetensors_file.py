@@ -7,7 +7,7 @@ holds, from wherever the file lies. Nothing in a file is ever executed or unpick
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,25 @@ def parse_header(where: str, raw: bytes) -> tuple[dict[str, TensorInfo], dict[st
         raise CheckpointError(f"{where}: the header must be a JSON object, found {type(header).__name__}")
     metadata: dict[str, str] = header.pop("__metadata__", None) or {}
     return {name: _entry(where, name, entry, len(raw)) for name, entry in header.items()}, metadata
+
+
+def make_header(entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header, with its eight bytes of length, of tensors that follow each other in this order.
+
+    **Arguments:**
+
+    - `entries`: dtype (a key of `DTYPES`) and shape by name.
+    - `metadata`: free-form strings; None for what PyTorch's readers look for.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} if metadata is None else dict(metadata)}
+    start = 0
+    for name, (dtype, shape) in entries.items():
+        end = start + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _entry(where: str, name: str, entry: Any, base: int) -> TensorInfo:

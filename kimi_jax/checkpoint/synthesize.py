@@ -17,7 +17,7 @@ import numpy as np
 
 from kimi_jax.checkpoint.manifest import Progress, durable_file, free_space, raw_bytes, write_durably
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, StoredTensor, stored_tensors, vision_tensors
-from kimi_jax.checkpoint.safetensors_file import DTYPES, INDEX
+from kimi_jax.checkpoint.safetensors_file import DTYPES, INDEX, make_header
 from kimi_jax.checkpoint.storage import CheckpointError, local_destination
 from kimi_jax.config import ModelConfig, find_config
 
@@ -63,7 +63,7 @@ def synthesize(
     for number, tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):06d}.safetensors"
         with durable_file(out / name) as file:
-            file.write(_header(tensors))
+            file.write(make_header({full: (t.dtypes[0], t.shapes[0]) for full, t in tensors.items()}))
             for full, tensor in tensors.items():
                 for piece in _values(tensor, config, np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])):
                     file.write(raw_bytes(piece))
@@ -96,17 +96,6 @@ def _divide(config: ModelConfig, file_bytes: int) -> list[dict[str, StoredTensor
 
 def _nbytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.shapes[0]) * DTYPES[tensor.dtypes[0]].itemsize
-
-
-def _header(tensors: dict[str, StoredTensor]) -> bytes:
-    entries, start = {}, 0
-    for full, tensor in tensors.items():
-        end = start + _nbytes(tensor)
-        entries[full] = {"dtype": tensor.dtypes[0], "shape": list(tensor.shapes[0]), "data_offsets": [start, end]}
-        start = end
-    raw = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw
 
 
 def _values(tensor: StoredTensor, config: ModelConfig, rng: np.random.Generator) -> Iterator[np.ndarray]:

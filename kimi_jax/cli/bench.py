@@ -169,7 +169,9 @@ class Warmup(ModelFlags):
         config = ModelConfig.from_file(directory)
         shape = mesh_shape(self.mesh)
         mesh = job_mesh(self.job.start(config, asdict(replace(self, job=JobFlags()))), shape)
-        spec, params = declared_model(directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights)
+        spec, params = declared_model(
+            directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, adapters=self.adapters
+        )
         for rows in self.batch:
             for room in self.max_len:
                 capacity = cache_room(config, room)

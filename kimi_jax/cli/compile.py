@@ -11,7 +11,17 @@ from rich.console import Console
 
 from kimi_jax.cli.output import CommandError, UsageError, console, print_table
 from kimi_jax.config import ConfigError, ModelConfig, find_config
-from kimi_jax.planning.compile import Compiled, Phase, Refused, compile_steps, first_layers, pod_step, roofline
+from kimi_jax.finetune.settings import FinetuneConfig, read_settings
+from kimi_jax.planning.compile import (
+    Compiled,
+    Phase,
+    Refused,
+    compile_steps,
+    first_layers,
+    pod_step,
+    roofline,
+    training_step,
+)
 from kimi_jax.planning.pods import Pod, find_pod
 from kimi_jax.planning.topology import CompilerError
 
@@ -29,6 +39,8 @@ class Compile:
     """A shipped name such as kimi-k3 or kimi-k3.1-pro, a config.json, or a checkpoint directory."""
     phase: Literal["decode", "prefill", "both"] = "both"
     """What to compile."""
+    finetune: Path | None = None
+    """Compile a step of fine-tuning with these settings (as in configs/finetune) in place of prefill and decode."""
     batch: int | None = None
     """Sequences decoded together. Default: the pod's."""
     context: int | None = None
@@ -62,6 +74,8 @@ class Compile:
             raise UsageError(str(error)) from None
         phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
         steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
+        if self.finetune is not None:
+            steps = [training_step(read_settings(self.finetune, FinetuneConfig))]
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         name = name if self.dense_weights == "bf16" else f"{name}-{self.dense_weights}"
         rounded = "" if self.dense_weights == "bf16" else f", dense weights in {self.dense_weights}"
@@ -115,7 +129,8 @@ def _billions(number: float | None) -> str:
 
 def _print(out: Console, title: str, pod: Pod, result: Compiled | Refused) -> None:
     step = result.step
-    work = f"{step.phase} of {step.batch} x {step.tokens} tokens, cache of {step.context:,}"
+    work = f"{step.phase} of {step.batch} x {step.tokens:,} tokens"
+    work += "" if step.phase == "train" else f", cache of {step.context:,}"
     if isinstance(result, Refused):
         size = "" if result.total is None else f"{_verdict(pod, result.total)}: "
         out.print(f"{title}, {work}: {size or 'does not fit: '}{result.reason}", soft_wrap=True, markup=False)

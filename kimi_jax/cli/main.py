@@ -15,10 +15,12 @@ from kimi_jax.cli.compilation_cache import use_compilation_cache
 from kimi_jax.cli.compile import Compile
 from kimi_jax.cli.convert import Convert, Export, Verify
 from kimi_jax.cli.demo import Demo
+from kimi_jax.cli.finetune import Finetune
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
 from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_prints
 from kimi_jax.cli.plan import Plan
+from kimi_jax.cli.quantize import Quantize
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.cli.tokens import Tokens
 from kimi_jax.cli.train import Train
@@ -37,6 +39,8 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
+    | Annotated[Quantize, tyro.conf.subcommand("quantize")]
+    | Annotated[Finetune, tyro.conf.subcommand("finetune")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]

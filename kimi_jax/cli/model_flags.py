@@ -22,10 +22,17 @@ class ModelFlags:
     """Dtype of the computation."""
     dense_weights: Literal["bf16", "int8", "fp8"] = "bf16"
     """How weights that are not experts are kept: as in the checkpoint, or rounded to eight bits by output channel."""
+    adapters: Path | None = None
+    """Low-rank adapters for the checkpoint: a directory in PEFT's format, or of a run of kimi-jax finetune."""
 
     def load(self, directory: Path, mesh: Mesh | None) -> Model:
         """The checkpoint on the devices of `mesh`, with a bar on standard error."""
         with byte_progress("loading") as progress:
             return load_model(
-                directory, mesh=mesh, dtype=self.dtype, dense_weights=self.dense_weights, progress=progress
+                directory,
+                mesh=mesh,
+                dtype=self.dtype,
+                dense_weights=self.dense_weights,
+                adapters=self.adapters,
+                progress=progress,
             )

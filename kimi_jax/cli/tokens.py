@@ -11,13 +11,12 @@ from typing import Any
 import tyro
 
 from kimi_jax.chat.counting import Call, MessageCount, Prices, calls_of, count_messages, further_calls
+from kimi_jax.chat.options import request_options
 from kimi_jax.chat.render import ChatError
 from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.cli.output import CommandError, UsageError, console, print_table
 
 TOKENIZER_VARIABLE = "KIMI_K3_TOKENIZER"
-OPTIONS = ("tools", "thinking", "effort", "tool_choice", "response_format", "response_schema")
-ALIASES = {"thinking_effort": "effort", "reasoning_effort": "effort"}
 MOST_TURNS = 100_000
 PARTS = ("content", "reasoning", "tool calls", "tool result", "image", "markup")
 
@@ -89,15 +88,10 @@ def read_conversation(file: Path) -> tuple[list[Any], dict[str, Any]]:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list):
         raise CommandError(f"{file}: wanted a list of messages, or an object with one as 'messages'")
-    options: dict[str, Any] = {}
-    for key, value in found.items():
-        name = ALIASES.get(key, key)
-        if name not in OPTIONS or value is None:
-            continue
-        if name in options and options[name] != value:
-            raise CommandError(f"{file}: {name} is said twice, as {options[name]!r} and {value!r}")
-        options[name] = value
-    return messages, options
+    try:
+        return messages, request_options(found)
+    except ChatError as error:
+        raise CommandError(f"{file}: {error}") from None
 
 
 def _sums(calls: Sequence[Call], prices: Prices) -> dict[str, int | float]:

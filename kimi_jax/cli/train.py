@@ -2,32 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kimi_jax.cli.output import emit
-from kimi_jax.finetune.pretrain import Trainer
-from kimi_jax.finetune.recipe import Recipe
+from kimi_jax.cli.output import UsageError, emit, remark
+from kimi_jax.cli.run_progress import run_progress
+from kimi_jax.finetune.pretrain import PretrainConfig, Pretraining
+from kimi_jax.finetune.settings import read_settings
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a small model whole, every parameter in float32, and write it as a Hugging Face checkpoint.
 
-    Paths in the recipe are relative to the current folder. A run that was stopped goes on from its last save.
+    Stopped at any moment, the same command goes on from the last save. kimi-jax quantize packs the experts afterwards.
     """
 
     config: Path
-    """The recipe, such as configs/finetune/pretrain-tiny.toml."""
+    """Settings, a TOML file as configs/finetune/pretrain-tiny.toml; paths in it are seen from the current folder."""
     out: Path
-    """Folder of the run: metrics.jsonl, the saved state, and at the end the checkpoint."""
+    """Directory of the run: metrics.jsonl, the saved state, and at the end the checkpoint."""
 
     def run(self) -> None:
         """Trains."""
-        trainer = Trainer(Recipe.from_file(self.config), self.out)
-        emit(f"{trainer.text.size:,} bytes, {len(trainer.text.ids):,} tokens of text")
-        trainer.run(_show)
-        emit(f"{self.out / 'checkpoint'}: written")
-
-
-def _show(line: dict[str, Any]) -> None:
-    emit("  ".join(f"{name} {value}" for name, value in line.items()))
+        config = read_settings(self.config, PretrainConfig)
+        try:
+            pretraining = Pretraining(config, self.out)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        remark(f"{len(pretraining.text.ids):,} tokens of text; the first step compiles")
+        with run_progress(config.run.steps, None) as progress:
+            pretraining.run(progress.tell)
+        emit(f"{self.out / 'checkpoint'}: the model of step {config.run.steps}")

@@ -11,7 +11,7 @@ from kimi_jax.chat.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Text:
-    """A text's `ids`, documents joined by `[EOS]`, and its `size` in bytes, in which `[EOS]` stands for an empty line."""
+    """A text's `ids`, `[EOS]` behind each document, and its `size` in bytes; `[EOS]` stands for an empty line."""
 
     ids: np.ndarray
     size: int
@@ -48,12 +48,12 @@ def training_rows(ids: np.ndarray, length: int, batch: int, seed: int, step: int
 
 
 def evaluation_rows(ids: np.ndarray, length: int, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every token but the first is a target once: rows `[batch, length + 1]` and which of their targets count."""
+    """Rows `[batch, length + 1]`, and 1 for those of their targets that count: every token but the first, once."""
     targets = len(ids) - 1
     count = -(-targets // length)
     padded = np.pad(ids, (0, count * length + 1 - len(ids)))
     rows = np.stack([padded[at : at + length + 1] for at in range(0, count * length, length)])
-    counted = (np.arange(count * length) < targets).reshape(count, length)
+    weights = (np.arange(count * length) < targets).astype(np.float32).reshape(count, length)
     for at in range(0, count, batch):
         spare = [(0, max(0, at + batch - count)), (0, 0)]
-        yield np.pad(rows[at : at + batch], spare), np.pad(counted[at : at + batch], spare)
+        yield np.pad(rows[at : at + batch], spare), np.pad(weights[at : at + batch], spare)

@@ -5,8 +5,6 @@ functions depend on the configuration, mesh and dtype (`ModelSpec`) and on shape
 in is donated.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,9 +23,8 @@ from kimi_jax.inference.arguments import (
 from kimi_jax.inference.caches import check_cache, constrain_cache
 from kimi_jax.model.cache import Cache, KDACache
 from kimi_jax.model.decoder import LayerTrace
-from kimi_jax.model.model import Model, ModelSpec, Params
+from kimi_jax.model.model import Model, ModelSpec, Params, computing
 from kimi_jax.model.transformer import Output
-from kimi_jax.parallel.sharding import on_mesh
 
 SCORE_PIECE = 128
 """Tokens whose logits exist at the same time in `score`."""
@@ -123,9 +120,9 @@ def trace(model: Model, tokens: ArrayLike) -> Trace:
     counts = length_array(None, *array.shape)
     out: Output = _run(model.spec, model.params, pad_tokens(array), counts)
     fields = [name for name in LayerTrace._fields if name != "cache"]
-    seen = [{name: getattr(layer, name) for name in fields} for layer in out.traces]
+    seen = [{name: getattr(layer, name) for name in fields} for layer in out.observed]
     seen = jax.tree.map(lambda x: x[:, : array.shape[1]], seen)
-    kda = [layer.cache if isinstance(layer.cache, KDACache) else None for layer in out.traces]
+    kda = [layer.cache if isinstance(layer.cache, KDACache) else None for layer in out.observed]
     tails = [None if cache is None else cache.conv_tail for cache in kda]
     return Trace(
         **{name: tuple(layer[name] for layer in seen) for name in fields},
@@ -133,14 +130,6 @@ def trace(model: Model, tokens: ArrayLike) -> Trace:
         conv_state=tuple(None if tail is None else tail.reshape((*tail.shape[:2], -1)) for tail in tails),
         final_hidden=out.final_hidden[:, : array.shape[1]],
     )
-
-
-@contextmanager
-def computing(spec: ModelSpec) -> Iterator[None]:
-    """While a function is traced: the mesh that constraints refer to, and full matmul precision above bfloat16."""
-    precision = None if spec.dtype == jnp.bfloat16 else "highest"
-    with on_mesh(spec.mesh, spec.expert_strategy), jax.default_matmul_precision(precision):
-        yield
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
@@ -190,4 +179,4 @@ def _score(spec: ModelSpec, params: Params, tokens: Array, lengths: Array) -> Ar
 @partial(jax.jit, static_argnums=0)
 def _run(spec: ModelSpec, params: Params, tokens: Array, lengths: Array) -> Output:
     with computing(spec):
-        return spec.module(params)(tokens, lengths, seen=True)
+        return spec.module(params)(tokens, lengths, observe=lambda trace: trace)

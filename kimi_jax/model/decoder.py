@@ -53,9 +53,9 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, config.intermediate_size, dense_weights)
         if config.attn_res_block_size is not None:
             self.self_attention_res_norm = Norm(width, eps)
-            self.self_attention_res_proj = Linear(1, width)
+            self.self_attention_res_proj = Linear(1, width, adaptable=False)
             self.mlp_res_norm = Norm(width, eps)
-            self.mlp_res_proj = Linear(1, width)
+            self.mlp_res_proj = Linear(1, width, adaptable=False)
         self.config = config
         self.has_experts = config.has_experts(number)
 

@@ -77,7 +77,7 @@ class KimiDeltaAttention(nnx.Module):
 
         inputs = jnp.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=2)
         taps = jnp.stack([conv.weight[...] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-        mixed, tail = short_convolution(inputs, taps, cache.conv_tail, call.lengths)
+        mixed, tail = short_convolution(inputs, taps, cache.conv_tail, call.lengths, call.first)
         q, k, v = (by_head(mixed[:, :, i]) for i in range(3))
 
         raw = by_head(self.f_b_proj(self.f_a_proj(x)))
@@ -93,7 +93,8 @@ class KimiDeltaAttention(nnx.Module):
             out, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
             out = out[:, None]
         else:
-            out, state = over_tokens(kda_chunked, q, k, v, g, beta, cache.state)
+            begins = None if call.first is None else call.first == call.positions
+            out, state = over_tokens(kda_chunked, q, k, v, g, beta, cache.state, begins)
         state = jnp.where((call.lengths > 0)[:, None, None, None], state, cache.state)
         state = constrain("kda state", state, ("batch", "heads", None, None))
 

@@ -9,8 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.lora import dropped
 from kimi_jax.ops.activations import silu_glu, situ
-from kimi_jax.ops.norms import along_last, at_least_float32, rms_norm
+from kimi_jax.ops.low_rank import low_rank
+from kimi_jax.ops.norms import along_last, at_least_float32, rms_norm, wide_dtype
 from kimi_jax.ops.rounding import ROUNDED
 from kimi_jax.parallel.sharding import Axes, constrain, divided
 
@@ -37,18 +39,42 @@ class Linear(nnx.Module):
     `kimi_jax.ops.rounding`.
     """
 
-    def __init__(self, out: int, into: int, axes: Axes = (None, None), stored: str = "bf16") -> None:
+    def __init__(
+        self, out: int, into: int, axes: Axes = (None, None), stored: str = "bf16", adaptable: bool = True
+    ) -> None:
         self.weight = parameter((out, into), axes, BF16 if stored == "bf16" else ROUNDED[stored][0])
         if stored != "bf16":
             self.weight_scale = parameter((out,), axes[:1], F32)
+        self.axes, self.adaptable = axes, adaptable
+
+    def add_adapter(self, rank: int, scale: float, name: str) -> None:
+        """Declares the adapter's arrays; see `kimi_jax.model.lora`."""
+        out, into = self.weight.shape
+        self.lora_A = parameter((rank, into), (None, self.axes[1]), F32)
+        self.lora_B = parameter((out, rank), (self.axes[0], None), F32)
+        self.lora_scale, self.lora_name = scale, name
 
     def __call__(self, x: Float[Array, "*lead I"], dtype: jnp.dtype | None = None) -> Float[Array, "*lead O"]:
-        """See `project`; scales multiply the product, in float32 at least."""
-        out = project(x, self.weight[...], dtype)
-        if not hasattr(self, "weight_scale"):
-            return out
-        wide = at_least_float32(out)
-        return (wide * along_last(self.weight_scale[...], wide)).astype(out.dtype)
+        """See `project`; scales multiply the product, and the adapter's is added to it, in float32 at least."""
+        rounded, adapted = hasattr(self, "weight_scale"), hasattr(self, "lora_A")
+        if not rounded and not adapted:
+            return project(x, self.weight[...], dtype)
+        narrow = dtype or x.dtype
+        out = at_least_float32(project(x, self.weight[...], wide_dtype(x.dtype) if adapted else dtype))
+        if rounded:
+            out = out * along_last(self.weight_scale[...], out)
+        if adapted:
+            seen = dropped(x, self.lora_name)
+            out = out + low_rank(seen, self.lora_A[...], self.lora_B[...], self.lora_scale).astype(out.dtype)
+        return out.astype(narrow)
+
+    def matrix(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
+        """The matrix itself, as stored; of an adapted one `W + scale · B A`, in `dtype`. Dropout does not reach it."""
+        if not hasattr(self, "lora_A"):
+            return self.weight[...]
+        wide = wide_dtype(dtype)
+        change = jnp.einsum("or,ri->oi", self.lora_B[...].astype(wide), self.lora_A[...].astype(wide))
+        return (self.weight[...].astype(wide) + self.lora_scale * change).astype(dtype)
 
 
 class Norm(nnx.Module):

@@ -1,6 +1,6 @@
-"""The layers that repeat, run as a loop: `jax.lax.scan` over stacks of them (`kimi_jax.model.segments`)."""
+"""Running layers: one alone, and those that repeat as a scan over stacks of them (`kimi_jax.model.segments`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,14 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import KDACache, LayerCache
 from kimi_jax.model.call import Call
 from kimi_jax.model.decoder import DecoderLayer, LayerTrace
+from kimi_jax.model.lora import HALVES, dropout_round
 from kimi_jax.model.segments import Segment
 from kimi_jax.ops.attn_res import Bank
 
 Choices = Mapping[int, Int[Array, "B T A"]]
 """Expert numbers by 0-based layer, in place of the router's own."""
+Observer = Callable[[LayerTrace], Any]
+"""What to keep of a layer's trace: a tree of arrays."""
 
 
 def starts_block(config: ModelConfig, layers: Sequence[int], number: Array | None = None) -> Array | bool:
@@ -28,7 +31,7 @@ def starts_block(config: ModelConfig, layers: Sequence[int], number: Array | Non
 
 
 def _is_expert(path: tuple[Any, ...], _: Any) -> bool:
-    return "experts" in path
+    return "experts" in path and path[-1] not in HALVES
 
 
 def _stack_choices(choice: Choices, layers: range) -> Array | None:
@@ -42,6 +45,36 @@ def _stack_choices(choice: Choices, layers: range) -> Array | None:
     return jnp.stack(given) if given else None
 
 
+def run_layer(
+    number: int,
+    layer: DecoderLayer,
+    prefix: Array,
+    bank: Bank | None,
+    call: Call,
+    cache: LayerCache | None,
+    choice: Array | None,
+    observe: Observer | None,
+    remat: bool,
+) -> tuple[Array, Bank | None, tuple[LayerCache, ...], list[Any]]:
+    """Runs one layer; returns what `run_loop` does."""
+    starts = starts_block(layer.config, [number])
+
+    def run(prefix: Array, bank: Bank | None) -> tuple[Any, ...]:
+        prefix, bank, trace = layer(prefix, bank, call, cache, choice, number, starts)
+        return prefix, bank, () if cache is None else (trace.cache,), [observe(trace)] if observe else []
+
+    if not remat or bank is None:
+        return (jax.checkpoint(run) if remat else run)(prefix, bank)
+    held = bank.held  # stays a Python number where it is one
+
+    def again(prefix: Array, sums: Array, scores: Array, queries: Array) -> tuple[Any, ...]:
+        prefix, after, *rest = run(prefix, Bank(sums, scores, queries, held))
+        return prefix, after.sums, after.scores, *rest
+
+    prefix, sums, scores, caches, found = jax.checkpoint(again)(prefix, bank.sums, bank.scores, bank.queries)
+    return prefix, Bank(sums, scores, bank.queries, held + starts), caches, found
+
+
 def run_loop(
     part: Segment,
     layers: Sequence[DecoderLayer],
@@ -50,12 +83,13 @@ def run_loop(
     call: Call,
     caches: Sequence[LayerCache] | None,
     choice: Choices,
-    seen: bool,
-) -> tuple[Array, Bank | None, tuple[LayerCache, ...], dict[int, LayerTrace]]:
+    observe: Observer | None,
+    remat: bool,
+) -> tuple[Array, Bank | None, tuple[LayerCache, ...], list[Any]]:
     """Runs the rounds of a segment.
 
-    Small parameters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what reads
-    them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
+    Small parameters, adapters and KDA caches are sliced a round; the experts and the latent caches stay whole, and what
+    reads them is told the round: a slice would be a copy. Caches are carried, so that each round writes in place.
     """
     split: list[Any] = [nnx.split(layer, _is_expert, ...) for layer in layers]
     chosen = [_stack_choices(choice, part.layers(place)) for place in range(part.period)]
@@ -73,22 +107,20 @@ def run_loop(
             held = jax.tree.map(lambda x: x[number], own) if isinstance(own, KDACache) else own
             at = replace(call, round=number)
             layer_number = part.first + number * part.period + place
-            prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], layer_number, starts)
+            with dropout_round(number):
+                prefix, bank, trace = layer(prefix, bank, at, held, chosen[place], layer_number, starts)
             if isinstance(own, KDACache):
                 after.append(jax.tree.map(lambda x, new: x.at[number].set(new), own, trace.cache))
             else:
                 after.append(trace.cache)
-            traces.append(trace)
-        return (prefix, bank, None if caches is None else tuple(after)), traces if seen else None
+            traces.append(observe(trace) if observe else None)
+        return (prefix, bank, None if caches is None else tuple(after)), traces
 
     numbers = jnp.arange(part.rounds, dtype=jnp.int32)
     start = (prefix, bank, None if caches is None else tuple(caches))
     rest = [small for _, _, small in split]
-    (prefix, bank, after), traces = jax.lax.scan(one_round, start, (numbers, rest, chosen))
-    found = {}
-    if seen:
-        for number in range(part.rounds):
-            for place in range(part.period):
-                layer = part.first + number * part.period + place
-                found[layer] = jax.tree.map(lambda x, number=number: x[number], traces[place])
+    body = jax.checkpoint(one_round, prevent_cse=False) if remat else one_round
+    (prefix, bank, after), traces = jax.lax.scan(body, start, (numbers, rest, chosen))
+    rounds = range(part.rounds) if observe else ()
+    found = [jax.tree.map(lambda x, number=number: x[number], trace) for number in rounds for trace in traces]
     return prefix, bank, after or (), found

@@ -38,7 +38,7 @@ class KeyNorm(nnx.Module):
 
 
 class Indexer(nnx.Module):
-    """The projections of the sparse-attention indexer; see `kimi_jax.ops.indexer`."""
+    """The projections of the sparse-attention indexer; see `kimi_jax.ops.indexer`. No gradient reaches them."""
 
     def __init__(self, config: ModelConfig) -> None:
         sizes = config.indexer
@@ -49,9 +49,9 @@ class Indexer(nnx.Module):
             )
         assert config.mla.query_rank is not None
         self.num_heads, self.head_dim, self.top_k = sizes.num_heads, sizes.head_dim, sizes.top_k
-        self.wq_b = Linear(self.num_heads * self.head_dim, config.mla.query_rank)
-        self.wk = Linear(self.head_dim, config.hidden_size)
-        self.weights_proj = Linear(self.num_heads, config.hidden_size)
+        self.wq_b = Linear(self.num_heads * self.head_dim, config.mla.query_rank, adaptable=False)
+        self.wk = Linear(self.head_dim, config.hidden_size, adaptable=False)
+        self.weights_proj = Linear(self.num_heads, config.hidden_size, adaptable=False)
         self.k_norm = KeyNorm(self.head_dim, sizes.key_norm_bias, config.norm_eps)
 
     def queries(self, latent: Float[Array, "B T Q"]) -> Float[Array, "B T G K"]:
@@ -109,15 +109,18 @@ class MultiHeadLatentAttention(nnx.Module):
             latents = write_positions(write_rows, cache.latents, latents, *places)
         index_keys = None
 
-        kv_b = self.kv_b_proj.weight[...].reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
+        kv_b = self.kv_b_proj.matrix(x.dtype).reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
         arrays: dict[str, Any] = {"q": q, "latents": latents, "w_key": w_key, "w_value": w_value}
-        arrays |= {"positions": call.positions, "filled": call.filled}
+        arrays["positions"] = call.positions
+        arrays |= {} if call.filled is None else {"filled": call.filled}
+        arrays |= {} if call.first is None else {"since": call.first}
         arrays |= {"layer": call.round} if stacked else {}
         axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}
-        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": (), "layer": ()}
+        axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "since": ("batch", None)}
+        axes |= {"filled": (), "layer": ()}
         attend: Callable[..., Array] = _dense
         if self.has_indexer and q_latent is not None:
             index_keys = self.indexer.keys(x)
@@ -143,13 +146,20 @@ def _dense(
     w_key: Array,
     w_value: Array,
     positions: Array,
-    filled: Array | int,
+    filled: Array | None = None,
     layer: Array | None = None,
+    since: Array | None = None,
 ) -> Array:
-    """Attention to all of the entries from position `first` on that are held here."""
-    attention = decode_attention if q.shape[1] == 1 else prefill_attention
-    blocks = filled_blocks(filled - first, latents.shape[-2])
-    return attention(q, latents, w_key, w_value, positions - first, blocks, combine, layer)
+    """Attention to all of the entries from position `first` on that are held here.
+
+    Without `filled` all are, and the number of blocks is known early: reverse-mode derivatives want that.
+    """
+    capacity = latents.shape[-2]
+    blocks = filled_blocks(capacity if filled is None else filled - first, capacity)
+    arguments = q, latents, w_key, w_value, positions - first, blocks, combine, layer
+    if q.shape[1] == 1:
+        return decode_attention(*arguments)  # the only token of its row: there is no other document
+    return prefill_attention(*arguments, None if since is None else since - first)
 
 
 def _indexed(
@@ -161,15 +171,16 @@ def _indexed(
     w_key: Array,
     w_value: Array,
     positions: Array,
-    filled: Array | int,
     index_q: Array,
     index_k: Array,
     index_weight: Array,
     top_k: int,
+    filled: Array | None = None,
     layer: Array | None = None,
+    since: Array | None = None,
 ) -> Array:
     """Attention to those of the entries held here that the indexer chooses among all."""
     index = index_q, index_k, index_weight
     return indexed_attention(
-        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer
+        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer, since
     )

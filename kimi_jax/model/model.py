@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -15,9 +16,10 @@ from jaxtyping import Array
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.decoder import DecoderLayer
+from kimi_jax.model.lora import AdapterSpec, attach_layer
 from kimi_jax.model.segments import segments, stack_places
 from kimi_jax.model.transformer import Transformer
-from kimi_jax.parallel.sharding import Axes
+from kimi_jax.parallel.sharding import Axes, on_mesh
 
 Params = dict[str, Any]
 """Nested dicts; keys joined by '.' are the checkpoint's names without `language_model.` and `model.`."""
@@ -32,6 +34,7 @@ class ModelSpec:
     - `loop`: whether the layers that repeat run as a loop over stacks of them; see `kimi_jax.model.segments`.
     - `dense_weights`: how most of the weights that are not experts are stored: "bf16" (as in the checkpoint), "int8"
         or "fp8"; see `kimi_jax.ops.rounding`.
+    - `adapters`: which modules have low-rank adapters, see `kimi_jax.model.lora`; None for none.
     """
 
     config: ModelConfig
@@ -40,11 +43,12 @@ class ModelSpec:
     expert_strategy: str = "auto"
     loop: bool = False
     dense_weights: str = "bf16"
+    adapters: AdapterSpec | None = None
 
     @cached_property
     def graphdef(self) -> nnx.GraphDef:
         """The modules without their parameters."""
-        return nnx.split(Transformer(self.config, self.dtype, self.loop, self.dense_weights))[0]
+        return nnx.split(Transformer(self.config, self.dtype, self.loop, self.dense_weights, self.adapters))[0]
 
     @cached_property
     def layer_keys(self) -> tuple[str, ...]:
@@ -55,6 +59,14 @@ class ModelSpec:
         """The modules over `params`; cheap enough while tracing, never called a step."""
         layers = {i: _as_state(params["layers"][key]) for i, key in enumerate(self.layer_keys)}
         return nnx.merge(self.graphdef, nnx.State(_as_state({**params, "layers": {}}) | {"layers": layers}))
+
+
+@contextmanager
+def computing(spec: ModelSpec) -> Iterator[None]:
+    """While a function is traced: the mesh that constraints refer to, and full matmul precision above bfloat16."""
+    precision = None if spec.dtype == jnp.bfloat16 else "highest"
+    with on_mesh(spec.mesh, spec.expert_strategy), jax.default_matmul_precision(precision):
+        yield
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,15 +131,15 @@ class Model:
         A digest of the configuration and of a sum over the bits of every parameter: the weights are read once.
         """
         digest = hashlib.sha256(repr(self.config).encode())
-        leaves, stored = dict(flatten(self.params)), self.spec.dense_weights
+        leaves, stored, adapters = dict(flatten(self.params)), self.spec.dense_weights, self.spec.adapters
         sums: dict[str, str] = {}
-        for key, (_, _, names) in param_layout(self.config, self.spec.loop, stored).items():
+        for key, (_, _, names) in param_layout(self.config, self.spec.loop, stored, adapters).items():
             # One after the other: hundreds of small all-reduces in flight starve each other on CPU devices.
             leaf = leaves[key]
             for i, name in enumerate(names):
                 total = int(_bit_sum(leaf) if len(names) == 1 else _bit_sum_of(leaf, i))
                 sums[name] = f"{leaf.dtype.name} {total}"
-        for name, (struct, _) in abstract_params(self.config, stored).items():
+        for name, (struct, _) in abstract_params(self.config, stored, adapters).items():
             digest.update(f"{name} {struct.shape} {sums[name]}".encode())
         return tuple(int(word) for word in np.frombuffer(digest.digest()[:16], "<u4"))
 
@@ -175,18 +187,20 @@ class _Layers(Sequence[DecoderLayer]):
         key, at = stack_places(self.model.config, True)[layer]
         own = self.model.params["layers"][key]
         own = own if at is None else jax.tree.map(lambda x: x[at], own)
-        graphdef = nnx.split(DecoderLayer(self.model.config, layer, self.model.spec.dense_weights))[0]
-        return nnx.merge(graphdef, nnx.State(_as_state(own)))
+        module = DecoderLayer(self.model.config, layer, self.model.spec.dense_weights)
+        if self.model.spec.adapters is not None:
+            attach_layer(module, self.model.spec.adapters, [layer])
+        return nnx.merge(nnx.split(module)[0], nnx.State(_as_state(own)))
 
 
 @cache
 def param_layout(
-    config: ModelConfig, loop: bool, dense_weights: str = "bf16"
+    config: ModelConfig, loop: bool, dense_weights: str = "bf16", adapters: AdapterSpec | None = None
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
     """Shape and dtype, and logical axes, of every array of `params`; and the names of the parameters that it holds."""
     places = stack_places(config, loop)
     layout: dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]] = {}
-    for name, (struct, axes) in abstract_params(config, dense_weights).items():
+    for name, (struct, axes) in abstract_params(config, dense_weights, adapters).items():
         head, _, tail = name.partition(".")
         layer, _, rest = tail.partition(".")
         key, at = places[int(layer)] if head == "layers" else ("", None)
@@ -200,12 +214,15 @@ def param_layout(
 
 
 @cache
-def abstract_params(config: ModelConfig, dense_weights: str = "bf16") -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
+def abstract_params(
+    config: ModelConfig, dense_weights: str = "bf16", adapters: AdapterSpec | None = None
+) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
     """Every parameter by its dotted name: shape and dtype, and logical axes. Nothing is allocated.
 
-    They are the published ones, but for what `dense_weights` "int8" or "fp8" rounds and the scales beside it.
+    They are the published ones, but for what `dense_weights` "int8" or "fp8" rounds and the scales beside it, and for
+    adapters.
     """
-    state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16), dense_weights=dense_weights))[1]
+    state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16), False, dense_weights, adapters))[1]
     flat = nnx.to_flat_state(state)
     return {".".join(str(key) for key in path): (leaf.get_value(), leaf.axes) for path, leaf in flat}
 

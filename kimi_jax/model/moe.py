@@ -34,13 +34,26 @@ class ExpertProjection(nnx.Module):
             self.weight_scale = parameter((experts, out, into // MXFP4_GROUP), axes, U8)
         else:
             self.weight = parameter((experts, out, into), axes)
-        self.packed = packed
+        self.packed, self.shape, self.adaptable = packed, (experts, out, into), True
 
-    def arrays(self) -> dict[str, Array]:
-        """The stacked arrays by their names, as `kimi_jax.ops.grouped_matmul` takes them."""
-        if self.packed:
-            return {"weight_packed": self.weight_packed[...], "weight_scale": self.weight_scale[...]}
-        return {"weight": self.weight[...]}
+    def add_adapter(self, rank: int, scale: float, name: str) -> None:
+        """Declares one adapter an expert; see `kimi_jax.model.lora`. Dropout does not reach it."""
+        experts, out, into = self.shape
+        self.lora_A = parameter((experts, rank, into), ("experts", None, None), F32)
+        self.lora_B = parameter((experts, out, rank), ("experts", None, None), F32)
+        self.lora_scale = scale
+
+    def arrays(self, layer: Int[Array, ""] | None) -> dict[str, Array]:
+        """The stacked arrays by their names, as `kimi_jax.ops.routed_experts` takes them.
+
+        Weights of several layers come with the number of `layer`; an adapter's arrays are of that layer alone.
+        """
+        names = ("weight_packed", "weight_scale") if self.packed else ("weight",)
+        found = {name: getattr(self, name)[...] for name in names} | ({} if layer is None else {"layer": layer})
+        if hasattr(self, "lora_A"):
+            scale = jnp.asarray(self.lora_scale, F32)
+            found |= {"lora_A": self.lora_A[...], "lora_B": self.lora_B[...], "lora_scale": scale}
+        return found
 
 
 class Experts(nnx.Module):
@@ -53,9 +66,8 @@ class Experts(nnx.Module):
         self.w3 = ExpertProjection(moe.num_experts, moe.expert_width, width, moe.packed)
 
     def arrays(self, layer: Int[Array, ""] | None) -> dict[str, dict[str, Array]]:
-        """All stacked arrays by projection; of several layers, with the number of `layer` among them."""
-        own = {} if layer is None else {"layer": layer}
-        return {name: getattr(self, name).arrays() | own for name in ("w1", "w2", "w3")}
+        """All stacked arrays by projection; see `ExpertProjection.arrays`."""
+        return {name: getattr(self, name).arrays(layer) for name in ("w1", "w2", "w3")}
 
 
 class LatentMoE(nnx.Module):

@@ -1,6 +1,7 @@
 """The lightning indexer of K3.1 (DeepSeek sparse attention): which cached positions a token attends to."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +37,30 @@ def choose_positions(
     k: Float[Array, "*G B S K"],
     weight: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
-    length: Int[Array, ""] | int,
+    length: Int[Array, ""] | int | None,
     top_k: int,
     first: Int[Array, ""] | int = 0,
     gather: Gather | None = None,
     layer: Int[Array, ""] | None = None,
+    since: Int[Array, "B T"] | None = None,
 ) -> tuple[Int[Array, "B T J"], Bool[Array, "B T J"]]:
     """The `J = min(top_k, S)` cached positions of highest score that lie at or before each token.
 
     **Arguments:**
 
     - `q`, `k`, `weight`: as `index_scores`. `positions`: each token's own place in the cache.
-    - `length`: positions filled in any row; what lies behind is not scored.
+    - `length`: positions filled in any row; what lies behind is not scored. None: all of them.
     - `first`, `gather`: where the keys lie on several devices, the first position held here, and what puts the devices'
         best side by side, in the order of their positions, along the last axis.
     - `layer`: where `k` is a stack of several layers' keys, whose to read.
+    - `since`: the first position that each token may choose; None: 0.
+
+    A choice has no gradient.
 
     **Returns:** the positions, and which of them are real: an early token has fewer than `top_k` to choose
     from. Of equal scores the lower position wins.
     """
+    q, k, weight = jax.lax.stop_gradient((q, k, weight))
     capacity = k.shape[-2]
     size = min(KEY_BLOCK, capacity)
 
@@ -62,12 +68,15 @@ def choose_positions(
         start = jnp.minimum(j * size, capacity - size)
         part = index_scores(q, cached_positions(k, start, size, layer), weight)
         place = first + start + jnp.arange(size, dtype=positions.dtype)
-        part = jnp.where(place[None, None, :] <= positions[:, :, None], part, -jnp.inf)
+        seen = place[None, None, :] <= positions[:, :, None]
+        if since is not None:
+            seen &= place[None, None, :] >= since[:, :, None]
+        part = jnp.where(seen, part, -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
 
     wide = wide_dtype(q.dtype)
     scores = jnp.full((*q.shape[:2], capacity), -jnp.inf, wide)
-    filled = length - first
+    filled = capacity if length is None else length - first
     filled = min(filled, capacity) if isinstance(filled, int) else jnp.clip(filled, 0, capacity)
     scores = jax.lax.fori_loop(0, -(-filled // size), one_block, scores)
     best, index = best_positions(scores, min(top_k, capacity), filled)
@@ -88,12 +97,13 @@ def indexed_attention(
     index_k: Float[Array, "*G B S K"],
     index_weight: Float[Array, "B T G"],
     positions: Int[Array, "B T"],
-    length: Int[Array, ""] | int,
+    length: Int[Array, ""] | int | None,
     top_k: int,
     first: Int[Array, ""] | int = 0,
     combine: Combine | None = None,
     gather: Gather | None = None,
     layer: Int[Array, ""] | None = None,
+    since: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """MLA in which each token sees only the `top_k` cached entries that the indexer prefers.
 
@@ -107,9 +117,11 @@ def indexed_attention(
     row = jnp.arange(latents.shape[-3], dtype=jnp.int32)[:, None, None]
     lead = () if layer is None else (layer,)
 
-    def one_block(inputs: tuple[Array, ...]) -> Array:
-        q, index_q, index_weight, positions = inputs
-        index, real = choose_positions(index_q, index_k, index_weight, positions, length, top_k, first, gather, layer)
+    def one_block(inputs: tuple[Any, ...]) -> Array:
+        q, index_q, index_weight, positions, since = inputs
+        index, real = choose_positions(
+            index_q, index_k, index_weight, positions, length, top_k, first, gather, layer, since
+        )
         held = (index >= first) & (index < first + capacity)
         # Every token's own J entries of the cache, straight from the stack of layers: B·T·J·(C+R) numbers gathered.
         chosen = latents[(*lead, row, jnp.where(held, index - first, 0))][..., :width]
@@ -123,6 +135,6 @@ def indexed_attention(
         x = jnp.pad(x, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape((x.shape[0], blocks, block, *x.shape[2:])), 1, 0)
 
-    out = jax.lax.map(one_block, tuple(split(x) for x in (q, index_q, index_weight, positions)))
+    out = jax.lax.map(one_block, jax.tree.map(split, (q, index_q, index_weight, positions, since)))
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape((out.shape[0], blocks * block, *out.shape[3:]))[:, :tokens]

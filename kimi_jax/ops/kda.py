@@ -17,15 +17,19 @@ D[t,s] = exp(Σ_{s<u≤t} g_u) a channel,
     o = (exp(P) ∘ q) S + Aqk V',   S' = diag(exp(P_last)) S + (exp(P_last − P) ∘ k)ᵀ V'
 
 where P is the running sum inside the chunk.
+
+Where a row holds several documents, one after the other, none knows of another: D[t,s] is 0 for tokens of two, exp(P)
+for tokens of a document that begins in the chunk, exp(P_last − P) for tokens of one that ends in it, and exp(P_last)
+where one begins. These are set to 0, not decayed to it, and everything else follows.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kimi_jax.ops.norms import along_last, at_least_float32, unit_rms
 
@@ -89,15 +93,18 @@ def kda_recurrent(
     g: Float[Array, "B T N K"],
     beta: Float[Array, "B T N"],
     state: Float[Array, "B N K V"],
+    begins: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
     """Token after token with `kda_step`: the plain reference of `kda_chunked`."""
 
-    def step(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, g, beta = inputs
+    def step(state: Array, inputs: tuple[Any, ...]) -> tuple[Array, Array]:
+        q, k, v, g, beta, begins = inputs
+        if begins is not None:
+            state = jnp.where(begins[:, None, None, None], 0, state)
         out, state = kda_step(q, k, v, g, beta, state)
         return state, out
 
-    inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, g, beta, begins))
     state, out = jax.lax.scan(step, state, inputs)
     return jnp.moveaxis(out, 0, 1), state
 
@@ -109,6 +116,7 @@ def kda_chunked(
     g: Float[Array, "B T N K"],
     beta: Float[Array, "B T N"],
     state: Float[Array, "B N K V"],
+    begins: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
     """The same as `kda_recurrent`, a chunk at a time; see the formulas at the top of this file.
 
@@ -117,12 +125,15 @@ def kda_chunked(
     - `q`, `k`: unit length, `q` scaled by K^-1/2.
     - `v`: values. `g`: log decay, ≤ 0. `beta`: write strength.
     - `state`: what the tokens before left behind.
+    - `begins`: which tokens begin a document: the state is zero before them. None: none does.
 
     A token with `g = 0` and `beta = 0` leaves the state as it is: that is how padding is passed.
 
     **Returns:** the read-outs and the state after the last token.
     """
     tokens = q.shape[1]
+    by_head = None if begins is None else jnp.broadcast_to(begins[:, :, None], beta.shape)
+    inputs = (q, k, v, g, beta, by_head)
     if tokens > SPAN:
         spans = -(-tokens // SPAN)
         padding = [(0, 0), (0, spans * SPAN - tokens)]
@@ -131,14 +142,14 @@ def kda_chunked(
             x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
             return jnp.moveaxis(x.reshape((x.shape[0], spans, SPAN, *x.shape[2:])), 1, 0)
 
-        state, out = jax.lax.scan(_next_span, state, tuple(cut(x) for x in (q, k, v, g, beta)))
+        state, out = jax.lax.scan(_next_span, state, jax.tree.map(cut, inputs))
         out = jnp.moveaxis(out, 0, 1)
         return out.reshape((out.shape[0], spans * SPAN, *out.shape[3:]))[:, :tokens], state
-    state, out = _next_span(state, (q, k, v, g, beta))
+    state, out = _next_span(state, inputs)
     return out, state
 
 
-def _next_span(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+def _next_span(state: Array, inputs: tuple[Any, ...]) -> tuple[Array, Array]:
     """At most `SPAN` tokens: everything but the recurrence for all of their chunks at the same time."""
     batch, tokens, heads, _ = inputs[0].shape
     # A short call takes one short chunk: 61 tokens of padding behind 3 real ones would be waste.
@@ -151,7 +162,7 @@ def _next_span(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         x = x.reshape((batch, chunks, chunk, *x.shape[2:]))
         return jnp.moveaxis(x, (1, 3), (0, 2)).reshape((chunks * batch * heads, chunk, *x.shape[4:]))
 
-    inner = _inside_chunks(*(split(x) for x in inputs))
+    inner = _inside_chunks(*jax.tree.map(split, inputs))
     inner = jax.tree.map(lambda x: x.reshape((chunks, batch, heads, *x.shape[1:])), inner)
     state, out = jax.lax.scan(_next_chunk, state, inner)
     out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape((batch, chunks * chunk, heads, inputs[2].shape[-1]))
@@ -182,11 +193,13 @@ def _next_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
     return state * chunk.decay[..., None] + _einsum("bntk,bntv->bnkv", chunk.keys, written), out
 
 
-def _inside_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Chunk:
-    """All chunks of all heads at the same time; arrays `[G, C, K]`, `beta` `[G, C]`."""
+def _inside_chunks(q: Array, k: Array, v: Array, g: Array, beta: Array, begins: Array | None) -> _Chunk:
+    """All chunks of all heads at the same time; arrays `[G, C, K]`, `beta` and `begins` `[G, C]`."""
     # A CPU joins single tokens for less than their exponentials cost; elsewhere arrays of few tokens fill no register.
     forms = {"cpu": 1, "default": BLOCK}
     whole = jax.lax.platform_dependent(q, k, g, **{name: partial(_pair_scores, size=n) for name, n in forms.items()})
+    if begins is not None:
+        whole = _apart(whole, begins)
     transform = invert_unit_lower(whole.overlap[:, 0] * beta[..., None]) * beta[..., None, :]
     return _Chunk(
         queries=whole.before * q,
@@ -262,6 +275,20 @@ def _pair_scores(q: Float[Array, "G C K"], k: Float[Array, "G C K"], g: Float[Ar
         )
         size *= 2
     return known
+
+
+def _apart(chunk: _Stretches, begins: Bool[Array, "G C"]) -> _Stretches:
+    """Chunks, a stretch each, in which tokens of two documents have nothing to do with each other."""
+    document = jnp.cumsum(begins, axis=1, dtype=jnp.int32)  # 0 for the one that goes on from the chunk before
+    same = (document[:, :, None] == document[:, None, :])[:, None]
+    goes_on, last = document == 0, document == document[:, -1:]
+    return _Stretches(
+        jnp.where(same, chunk.attention, 0),
+        jnp.where(same, chunk.overlap, 0),
+        jnp.where(goes_on[..., None], chunk.before, 0),
+        jnp.where(last[..., None], chunk.after, 0),
+        jnp.where(goes_on[:, -1:, None], chunk.whole, 0),
+    )
 
 
 def _join_scores(

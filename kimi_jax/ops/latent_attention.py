@@ -57,6 +57,7 @@ def prefill_attention(
     num_blocks: Int[Array, ""] | int,
     combine: Combine | None = None,
     layer: Int[Array, ""] | None = None,
+    since: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention with expanded keys and values.
 
@@ -70,6 +71,7 @@ def prefill_attention(
     - `combine`: where the entries lie on several devices, merges their softmaxes: from (peak, sum, mixed values) of
         the entries here to those of all. `positions` are then counted from the first entry here, and may be negative.
     - `layer`: where `latents` is a stack of several layers' entries, whose to read.
+    - `since`: the first entry that each query sees, counted as `positions`. None: all entries up to its own.
     """
     rank = w_key.shape[-1]
     w_key, w_value = w_key.astype(q.dtype), w_value.astype(q.dtype)
@@ -82,7 +84,8 @@ def prefill_attention(
         return _scores("btnk,bsnk->btns", q, key), jnp.einsum("bsc,nvc->bsnv", latent, w_value)
 
     scale = q.shape[-1] ** -0.5
-    return _attend(latents, positions, num_blocks, block, "btns,bsnv->btnv", w_value.shape[1], scale, q, combine, layer)
+    mix, width = "btns,bsnv->btnv", w_value.shape[1]
+    return _attend(latents, positions, num_blocks, block, mix, width, scale, q, combine, layer, since)
 
 
 def decode_attention(
@@ -157,8 +160,9 @@ def _attend(
     like: Array,
     combine: Combine | None,
     layer: Array | None,
+    since: Array | None = None,
 ) -> Array:
-    """Softmax over the entries up to `positions`, block after block; `block` gives raw scores and values."""
+    """Softmax over the entries `since` to `positions`, block after block; `block` gives raw scores and values."""
     capacity = latents.shape[-2]
     size = min(KEY_BLOCK, capacity)
     wide = wide_dtype(like.dtype)
@@ -171,6 +175,8 @@ def _attend(
         scores, values = block(widened(cached_positions(latents, start, size, layer), like.dtype))
         place = start + jnp.arange(size, dtype=positions.dtype)
         seen = (place[None, None, :] >= j * size) & (place[None, None, :] <= positions[:, :, None])
+        if since is not None:
+            seen &= place[None, None, :] >= since[:, :, None]
         scores = jnp.where(seen[:, :, None, :], scores * scale, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         share = jnp.exp(scores - _finite(new_peak)[..., None])

@@ -9,6 +9,7 @@ loading refuses it.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
 GROUP = 32
@@ -56,21 +57,56 @@ def dequantize(
     return grouped.reshape(values.shape).astype(dtype)
 
 
-def quantize(x: Float[Array, "*lead I"]) -> tuple[UInt8[Array, "*lead J"], UInt8[Array, "*lead G"]]:
-    """Rounds to MXFP4 by the OCP MX rule; returns packed codes and scales.
+_SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_SIZES, -_SIZES])
 
-    The scale's exponent is that of the group's largest magnitude less 2 (so that this lands in 4…6), not
-    below 1; a group of zeros gets 127, a group with an infinity or NaN gets 255. Codes round to nearest, ties
-    to even, and stop at ±6.
+
+def quantize(x: Float[np.ndarray, "*lead I"]) -> tuple[UInt8[np.ndarray, "*lead J"], UInt8[np.ndarray, "*lead G"]]:
+    """Rounds to MXFP4 on the host; returns packed codes and scales, `J = I / 2` and `G = I / 32`.
+
+    Two exponents are tried for a group's scale: the one by which its largest magnitude lands in 4…8 (the OCP MX rule;
+    past 6 it is cut), and the next, by which it lands in 2…4. The one with the smaller sum of squared errors is taken,
+    of two equal ones the first, so that numbers which MXFP4 can hold come back as they are. A scale byte is from 1 to
+    252; a group of zeros gets 127, a group with an infinity or NaN gets 255. Codes round to nearest, ties to even, and
+    stop at ±6; the sign of a zero stays.
     """
-    groups = x.astype(jnp.float32).reshape((*x.shape[:-1], x.shape[-1] // GROUP, GROUP))
-    peak = jnp.max(jnp.abs(groups), axis=-1)
-    exponent = jax.lax.bitcast_convert_type(peak, jnp.uint32) >> 23
-    scale = jnp.clip(exponent.astype(jnp.int32) - 2, 1, 252)
-    scale = jnp.where(peak == 0, 127, jnp.where(jnp.isfinite(peak), scale, NAN_SCALE)).astype(jnp.uint8)
-    inverse = scale_values((254 - jnp.clip(scale, 1, 253)).astype(jnp.uint8))
-    size = jnp.abs(groups) * inverse[..., None]
+    groups = np.asarray(x, np.float32).reshape((*x.shape[:-1], x.shape[-1] // GROUP, GROUP))
+    size = np.abs(groups)
+    peak = size.max(axis=-1)
+    finite = np.isfinite(peak)
+    size = np.where(finite[..., None], size, np.float32(0))
+    scale = np.clip((peak.view(np.uint32) >> 23).astype(np.int32) - 2, 1, 252)
+    codes, error = _nearest(size, scale)
+    above = np.minimum(scale + 1, 252)
+    codes_above, error_above = _nearest(size, above)
+    # An error counts in units of its scale.
+    better = error_above * np.where(above > scale, np.float32(4), np.float32(1)) < error
+    codes = np.where(better[..., None], codes_above, codes) | (np.signbit(groups).astype(np.uint8) << 3)
+    scale = np.where(better, above, scale)
+    scale = np.where(peak == 0, 127, np.where(finite, scale, NAN_SCALE)).astype(np.uint8)
+    codes = codes.reshape(x.shape)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale
+
+
+def _nearest(
+    size: Float[np.ndarray, "*lead G 32"], scale: Integer[np.ndarray, "*lead G"]
+) -> tuple[UInt8[np.ndarray, "*lead G 32"], Float[np.ndarray, "*lead G"]]:
+    """Codes of magnitudes, and the sum of squared errors of each group in units of its scale."""
+    scaled = size * np.exp2(127 - scale).astype(np.float32)[..., None]
     # Midpoints of neighbouring values; at each tie the even code wins.
-    above = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5]
-    codes = sum(step.astype(jnp.uint8) for step in above) | (jnp.signbit(groups).astype(jnp.uint8) << 3)
-    return pack(codes.reshape(x.shape)), scale
+    codes = (scaled > 0.25).astype(np.uint8)
+    for step in (scaled >= 0.75, scaled > 1.25, scaled >= 1.75, scaled > 2.5, scaled >= 3.5, scaled > 5):
+        codes += step
+    scaled -= _SIZES[codes]
+    return codes, np.einsum("...i,...i->...", scaled, scaled)
+
+
+def dequantize_on_host(
+    packed: UInt8[np.ndarray, "*lead J"], scale: UInt8[np.ndarray, "*lead G"]
+) -> Float[np.ndarray, "*lead I"]:
+    """What `dequantize` gives, in float32 by NumPy, which flushes nothing: exact for s from 1 to 252."""
+    codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape((*scale.shape, GROUP))
+    sizes = (scale.astype(np.uint32) << 23).view(np.float32)
+    sizes = np.where(scale == NAN_SCALE, np.float32(np.nan), sizes)[..., None]
+    with np.errstate(over="ignore"):
+        return (_VALUES[codes] * sizes).reshape((*packed.shape[:-1], 2 * packed.shape[-1]))

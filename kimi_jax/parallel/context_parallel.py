@@ -39,8 +39,8 @@ def over_positions(
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
 
     def combine(peak: Array, total: Array, mixed: Array) -> tuple[Array, Array, Array]:
-        # Over `context`: B·T·N·(V + 2) numbers of the device's heads, summed.
-        highest = jax.lax.pmax(peak, CONTEXT)
+        # Over `context`: B·T·N·(V + 2) numbers of the device's heads, summed. Nothing depends on what is subtracted.
+        highest = jax.lax.pmax(jax.lax.stop_gradient(peak), CONTEXT)
         fade = jnp.where(jnp.isneginf(peak), 0, jnp.exp(peak - highest))
         total = jax.lax.psum(total * fade, CONTEXT)
         return highest, total, jax.lax.psum(mixed * fade[..., None], CONTEXT)
@@ -99,26 +99,29 @@ def over_tokens(
     g: Float[Array, "B T N K"],
     beta: Float[Array, "B T N"],
     state: Float[Array, "B N K V"],
+    begins: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
-    """`recur(q, k, v, g, beta, state)`, a recurrence linear in the state, on each device's rows and heads.
+    """`recur(q, k, v, g, beta, state, begins)`, a recurrence linear in the state, on each device's rows and heads.
 
     Where `context` divides the tokens they are split too. Over a device's tokens the recurrence is `S → A S + B`, and
     its outputs are linear in S too. One run with the values widened by K zeros, from the state `[0, I]`, gives outputs
     and state from zero on the left and the linear maps on the right. The devices then exchange A and B, N·K·(K + V)
     numbers of the device's heads each, and every device composes those of the tokens before its own, and of all for the
-    state in the end.
+    state in the end. Where a document begins on a device its A is zero: `recur` sees to that.
     """
     mesh = active_mesh()
     if mesh is None:
-        return recur(q, k, v, g, beta, state)
+        return recur(q, k, v, g, beta, state, begins)
     split = divided("tokens", q.shape[1])
     parts = mesh.shape[CONTEXT]
 
-    def local(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+    def local(
+        q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, begins: Array | None
+    ) -> tuple[Array, Array]:
         width, keys = v.shape[-1], k.shape[-1]
         identity = jnp.broadcast_to(jnp.eye(keys, dtype=state.dtype), (*state.shape[:2], keys, keys))
         wide = jnp.concatenate([v, jnp.zeros((*v.shape[:3], keys), v.dtype)], axis=-1)
-        out, after = recur(q, k, wide, g, beta, jnp.concatenate([jnp.zeros_like(state), identity], axis=-1))
+        out, after = recur(q, k, wide, g, beta, jnp.concatenate([jnp.zeros_like(state), identity], axis=-1), begins)
         steps = jax.lax.all_gather(after, CONTEXT)
         mine = jax.lax.axis_index(CONTEXT)
         before, end = state, state
@@ -130,9 +133,10 @@ def over_tokens(
     rows, tokens, heads = TABLE["batch"], split and TABLE[split], TABLE["heads"]
     by_token, by_head = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads)
     form = recur if split is None else local
-    return jax.shard_map(
-        form, mesh=mesh, in_specs=(*[by_token] * 5, by_head), out_specs=(by_token, by_head), check_vma=False
-    )(q, k, v, g, beta, state)
+    specs = (*[by_token] * 5, by_head, None if begins is None else PartitionSpec(rows, tokens))
+    return jax.shard_map(form, mesh=mesh, in_specs=specs, out_specs=(by_token, by_head), check_vma=False)(
+        q, k, v, g, beta, state, begins
+    )
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

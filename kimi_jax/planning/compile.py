@@ -14,12 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.finetune.optimizer import make_optimizer
+from kimi_jax.finetune.settings import FinetuneConfig
+from kimi_jax.finetune.step import Tokens, state_layout, train_step
+from kimi_jax.finetune.targets import adapter_spec
 from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
-from kimi_jax.model.model import ModelSpec, nest, param_layout
+from kimi_jax.model.model import ModelSpec, Params, nest, param_layout
 from kimi_jax.ops import (
     grouped_gpu_kernel,
     grouped_kernel,
@@ -38,17 +43,21 @@ from kimi_jax.planning.pods import Pod
 from kimi_jax.planning.program import Kernel, Program
 from kimi_jax.planning.topology import compiler_options, pod_mesh
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "train"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a compiled function: `tokens` a row are added to `batch` rows of a cache of `context` places."""
+    """One call of a compiled function: `tokens` a row are added to `batch` rows of a cache of `context` places.
+
+    Of the phase "train" there is no cache: a step of fine-tuning on `batch` rows of `tokens` tokens; see `training`.
+    """
 
     phase: Phase
     batch: int
     tokens: int
     context: int
+    training: FinetuneConfig | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +68,12 @@ class Step:
     def filled(self) -> int:
         """Places that the loops over the cache are taken to read: all when decoding, the first piece's in prefill."""
         return self.context if self.phase == "decode" else min(self.tokens, self.context)
+
+
+def training_step(settings: FinetuneConfig) -> Step:
+    """The step that a run of fine-tuning repeats."""
+    data = settings.data
+    return Step("train", data.rows, data.length, data.length, settings)
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,8 @@ def pod_step(pod: Pod, phase: Phase, batch: int | None, context: int | None, tok
 def argument_bytes(config: ModelConfig, pod: Pod, step: Step, dense_weights: str = "bf16") -> int:
     """Weights and cache of one device, from the table of shardings alone."""
     placement = place(config, pod.mesh, step.context, dense_weights)
+    if step.phase == "train":
+        return placement.weight_bytes
     if step.batch % placement.groups:
         raise MeshError(f"a batch of {step.batch} cannot be split over {placement.groups} groups of devices")
     return placement.weight_bytes + step.batch // placement.groups * placement.conversation
@@ -181,15 +198,40 @@ def compile_steps(
 
 def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
     """What `inference.functions.extend` takes besides `spec`: shapes, dtypes and shardings, nothing allocated."""
-    params = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
-        for name, (x, axes, _) in param_layout(spec.config, spec.loop, spec.dense_weights).items()
-    }
     layout, shardings = cache_placement(spec, step.batch, step.context)
     cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), layout, shardings)
     whole = None if spec.mesh is None else NamedSharding(spec.mesh, PartitionSpec())  # callers pass NumPy arrays
     tokens = jax.ShapeDtypeStruct((step.batch, step.tokens), jnp.int32, sharding=whole)
-    return nest(params), tokens, jax.ShapeDtypeStruct((step.batch,), jnp.int32, sharding=whole), cache
+    lengths = jax.ShapeDtypeStruct((step.batch,), jnp.int32, sharding=whole)
+    return _base_params(spec), tokens, lengths, cache
+
+
+def _base_params(spec: ModelSpec) -> Params:
+    return nest(
+        {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
+            for name, (x, axes, _) in param_layout(spec.config, spec.loop, spec.dense_weights).items()
+        }
+    )
+
+
+def _lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:
+    """A step of fine-tuning, traced for arguments of which only shapes, dtypes and shardings are known."""
+    assert step.training is not None
+    settings = step.training
+    adapted = replace(spec, adapters=adapter_spec(spec.config, settings.lora))
+    optimizer = make_optimizer(settings.optimizer, settings.run.steps)
+
+    def by_row(name: str, dtype: DTypeLike) -> Any:
+        shape = (step.batch,) if name == "lengths" else (step.batch, step.tokens)
+        axes = ("batch", *(None,) * (len(shape) - 1))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=array_sharding(name, shape, axes, spec.mesh))
+
+    batch = Tokens(*(by_row(name, jnp.float32 if name == "weights" else jnp.int32) for name in Tokens._fields))
+    key = jax.eval_shape(jax.random.key, 0)
+    state = state_layout(adapted, optimizer)
+    static = adapted, optimizer, settings.lora.dropout, settings.run.drift_every == 1
+    return train_step.lower(*static, _base_params(spec), state, batch, key)
 
 
 @dataclass(frozen=True)
@@ -263,7 +305,7 @@ def _largest_bytes(arrays: Sequence[Shape]) -> tuple[int, ...]:
 
 def _compile(spec: ModelSpec, pod: Pod, step: Step, save: Path | None) -> Compiled | Refused:
     start = time.perf_counter()
-    lowered = extend.lower(spec, *step_arguments(spec, step))
+    lowered = _lower_training(spec, step) if step.phase == "train" else extend.lower(spec, *step_arguments(spec, step))
     middle, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as dump:
         try:

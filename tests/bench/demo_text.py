@@ -103,7 +103,9 @@ def main() -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         size = len(text.encode())
-        print(f"{name}.txt: {len(part)} chapters, {size:,} bytes, {len(ids):,} tokens, {size / len(ids):.2f} bytes each")
+        print(
+            f"{name}.txt: {len(part)} chapters, {size:,} bytes, {len(ids):,} tokens, {size / len(ids):.2f} bytes each"
+        )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import NAMES, checkpoint_directory, load_golden
 
 import kimi_jax as kj
-from kimi_jax.inference.functions import computing
 from kimi_jax.model.call import make_call
+from kimi_jax.model.model import computing
 
 
 def relative_rms(found: Any, wanted: Any) -> float:
@@ -58,8 +58,10 @@ def logits(model: kj.Model, tokens: np.ndarray, choice: dict[int, Any] | None = 
     def run(params: Any, choice: Any) -> tuple[Any, Any]:
         with computing(model.spec):
             module = model.spec.module(params)
-            out = module(jnp.asarray(tokens), jnp.asarray([tokens.shape[1]]), choice=choice, seen=True)
-            return module.logits(out.final_hidden), [trace.router_index for trace in out.traces]
+            out = module(
+                jnp.asarray(tokens), jnp.asarray([tokens.shape[1]]), choice=choice, observe=lambda trace: trace
+            )
+            return module.logits(out.final_hidden), [trace.router_index for trace in out.observed]
 
     found, chosen = run(model.params, choice)
     return found, {number: index for number, index in enumerate(chosen) if index is not None}

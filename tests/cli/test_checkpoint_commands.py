@@ -99,6 +99,22 @@ def test_inspect_counts_a_converted_checkpoint(run, source, converted):
     assert found["bytes"] == total - 2 * 12 * 4  # A_log of two layers lies there without its padding
 
 
+def test_quantize(run, tmp_path):
+    raw = json.loads(THREE_LAYERS.read_text())
+    del raw["text_config"]["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    run("synthesize", tmp_path / "config.json", tmp_path / "float")
+    code, printed, _ = run("quantize", tmp_path / "float", tmp_path / "out")
+    lines = [line.split() for line in printed.splitlines()]
+    assert (code, lines[-1]) == (0, f"{tmp_path / 'out'}: experts of 2 layers in MXFP4".split())
+    errors = {layer: float(error) for layer, error in (line for line in lines if line[:1] in (["1"], ["2"]))}
+    assert errors.keys() == {"1", "2"}
+    assert all(0.09 < error < 0.13 for error in errors.values())  # normal numbers lose about a tenth
+    code, printed, error = run("quantize", tmp_path / "out", tmp_path / "again")
+    assert (code, printed) == (1, "")
+    assert "the experts are MXFP4 already" in error
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -124,6 +140,8 @@ def test_convert_refuses(options, code, message, run, source, tmp_path):
         (("verify", "{}/none"), 1, "is no converted checkpoint: it has no manifest.json"),
         (("export", "{}/none", "{}/out"), 1, "is no converted checkpoint: it has no manifest.json"),
         (("synthesize", "kimi-k9", "{}/out"), 2, "kimi-k9"),
+        (("quantize", "{}/none", "{}/out"), 1, "is not a directory"),
+        (("quantize", "{}/none", "gs://out"), 2, "is a URL"),
         (("synthesize", "tiny-k3", "{}/out", "--file-size", "much"), 2, "'much' is not a number of bytes"),
     ],
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kimi_jax as kj
-from kimi_jax.inference.functions import computing
 from kimi_jax.model.call import make_call
+from kimi_jax.model.model import computing
 
 MODELS = ("tiny-k3", "tiny-kimi-linear", "tiny-k31")
 WIDTH = 150  # every call is padded to the length of the golden sequence, so that a model and mesh compile once
@@ -223,7 +223,7 @@ def test_choices_reach_their_layers_in_a_loop(tiny):
     def run(params, choice):
         with computing(model.spec):
             tokens, lengths = jnp.arange(16)[None], jnp.asarray([16])
-            return model.spec.module(params)(tokens, lengths, choice=choice, seen=True).traces
+            return model.spec.module(params)(tokens, lengths, choice=choice, observe=lambda trace: trace).observed
 
     traces = jax.jit(run)(model.params, choice)
     assert traces[0].router_index is None

@@ -7,9 +7,9 @@ import pytest
 
 import kimi_jax as kj
 from kimi_jax.inference.caches import CacheError
-from kimi_jax.inference.functions import computing
 from kimi_jax.model.cache import FP8, write_rows
 from kimi_jax.model.call import make_call
+from kimi_jax.model.model import computing
 
 
 def relative_rms(found, wanted):

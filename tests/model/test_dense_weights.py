@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 import kimi_jax as kj
-from kimi_jax.inference.functions import computing
 from kimi_jax.model.call import make_call
 from kimi_jax.model.layers import Linear
+from kimi_jax.model.model import computing
 from kimi_jax.ops.rounding import ROUNDED
 
 ERRORS = {

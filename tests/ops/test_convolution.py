@@ -36,6 +36,21 @@ def test_equals_a_loop_over_tokens_and_taps(arguments):
     np.testing.assert_allclose(found, silu(wanted), rtol=1e-5, atol=1e-6)
 
 
+def test_no_tap_reaches_before_a_document(arguments):
+    """A document a row from place 0 to 5 on, each as if it were alone; NaN stands before it."""
+    x, weight, tail = arguments
+    begins = np.arange(ROWS)
+    before = np.arange(TOKENS)[None, :] < begins[:, None]
+    since = np.where(before, 0, begins[:, None]).astype(np.int32)
+    poisoned = np.where(before[:, :, None, None], np.nan, x)
+    found, _ = convolve(poisoned, weight, np.full_like(tail, np.nan), LENGTHS, since)
+    for row, begin in enumerate(begins[:TOKENS]):
+        alone = np.zeros_like(x[:1])
+        alone[0, : TOKENS - begin] = x[row, begin:]
+        wanted, _ = convolve(np.tile(alone, (ROWS, 1, 1, 1)), weight, np.zeros_like(tail), LENGTHS)
+        np.testing.assert_array_equal(found[row, begin:], wanted[0, : TOKENS - begin])
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_the_last_tap_is_the_current_token_and_the_first_is_three_before(arguments, which):
     """One of q, k, v gets taps (0, 0, 0, 1), the others (1, 0, 0, 0)."""

@@ -30,11 +30,15 @@ def loop_scores(q, k, weight):
     return scores
 
 
-def loop_choice(scores, positions, top_k):
+def loop_choice(scores, positions, top_k, since=None):
     """A set of positions for each row and token: sorted by falling score, of equal ones the lower first."""
+    since = np.zeros_like(positions) if since is None else since
     return [
-        [set(sorted(range(at + 1), key=lambda s: -row[s])[:top_k]) for row, at in zip(rows, places, strict=True)]
-        for rows, places in zip(scores, positions, strict=True)
+        [
+            set(sorted(range(start, at + 1), key=lambda s: -row[s])[:top_k])
+            for row, at, start in zip(rows, places, starts, strict=True)
+        ]
+        for rows, places, starts in zip(scores, positions, since, strict=True)
     ]
 
 
@@ -63,6 +67,16 @@ def test_choice_equals_brute_force(top_k):
     index, real = choose(q, k, weight, POSITIONS, S, top_k)
     assert index.shape == real.shape == (B, T, min(top_k, S))
     assert chosen_sets(index, real) == loop_choice(loop_scores(q, k, weight), POSITIONS, top_k)
+
+
+SINCE = np.array([[0, 1, 2, 0, 7, 20], [30, 0, 6, 1, 0, 25]], np.int32)
+
+
+@pytest.mark.parametrize("top_k", [TOP, 100])
+def test_only_positions_of_the_document_are_chosen(top_k):
+    q, k, weight = index_inputs(B, T, S)
+    index, real = choose(q, k, weight, POSITIONS, None, top_k, since=SINCE)
+    assert chosen_sets(index, real) == loop_choice(loop_scores(q, k, weight), POSITIONS, top_k, SINCE)
 
 
 def test_the_token_itself_is_not_forced():
@@ -125,6 +139,16 @@ def test_attention_sees_only_the_chosen_positions(long, start, length):
     latents, index_k = latents.copy(), index_k.copy()
     latents[:, length:], index_k[:, length:] = 1e4, np.nan
     found = attend(q, latents, w_key, w_value, index_q, index_k, index_weight, positions, length, 64)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_attention_sees_nothing_of_another_document(long):
+    """More tokens than attend at a time, each with a document that began 0 to 190 places before it."""
+    positions = np.arange(LONG - 20, LONG, dtype=np.int32)[None]
+    since = positions - 10 * np.arange(20, dtype=np.int32)[None]
+    chosen = loop_choice(loop_scores(*long[4:]), positions, 64, since)
+    found = attend(*long, positions, LONG, 64, since=since)
+    wanted = loop_attention(*long[:4], chosen)
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 

@@ -165,6 +165,63 @@ def test_padding_leaves_the_state_as_it_is():
     assert_values_close((out[:, :65], last), chunk_form(*cut(inputs(128), 0, 65))[0], 1e-6)
 
 
+# Several documents a row: the first of them goes on from the state in every second pair of rows, and begins in others.
+DOCUMENTS = ((1, 3, 15, 64, 65, 100, 70), (100, 65, 64, 15, 3, 1, 70))  # 318 tokens, more than a span
+FIRST_BEGINS = (True, False)
+
+
+def documents():
+    """What `inputs` gives, cut to the documents' tokens, and which of these begin one."""
+    begins = np.zeros((len(ROWS), sum(DOCUMENTS[0])), bool)
+    for row in range(len(ROWS)):
+        kind = row // 2 % 2
+        begins[row, np.cumsum((0, *DOCUMENTS[kind]))[:-1]] = True
+        begins[row, 0] = FIRST_BEGINS[kind]
+    return cut(inputs(500), 0, begins.shape[1]), begins
+
+
+def each_document_alone():
+    """Values and gradients as `chunk_form` gives them, of a call for each document, padded to 128 tokens."""
+    (arguments, cotangents), _ = documents()
+    (*tokens, state), (to_out, to_state) = arguments, cotangents
+    out, gradients, last = np.zeros_like(to_out), [np.zeros_like(x) for x in arguments], np.zeros_like(to_state)
+    for number in range(len(DOCUMENTS[0])):
+        places = [slice(sum(DOCUMENTS[row // 2 % 2][:number]), None) for row in range(len(ROWS))]
+        places = [slice(p.start, p.start + DOCUMENTS[row // 2 % 2][number]) for row, p in enumerate(places)]
+
+        def own(x, places=places):
+            padded = np.zeros((len(ROWS), 128, *x.shape[2:]), x.dtype)
+            for row, place in enumerate(places):
+                padded[row, : place.stop - place.start] = x[row, place]
+            return padded
+
+        from_state = np.array([number == 0 and not FIRST_BEGINS[row // 2 % 2] for row in range(len(ROWS))])
+        at_end = np.float32(number == len(DOCUMENTS[0]) - 1)
+        start = state * from_state[:, None, None, None].astype(np.float32)
+        (part, last), back = chunk_form((*map(own, tokens), start), (own(to_out), to_state * at_end))
+        for whole, piece in zip((out, *gradients[:5]), (part, *back[:5]), strict=True):
+            for row, place in enumerate(places):
+                whole[row, place] = piece[row, : place.stop - place.start]
+        gradients[5][from_state] = back[5][from_state]
+    return (out, last), gradients
+
+
+def test_documents_in_one_row_are_as_each_alone():
+    """Of 1 to 100 tokens, over the borders of chunks and spans; no decay is strong enough to separate them."""
+    ((*tokens, state), cotangents), begins = documents()
+    wanted, wanted_gradients = each_document_alone()
+
+    def packed(*arguments):
+        return kda_chunked(*arguments, jnp.asarray(begins))
+
+    value, gradients = value_and_gradients(packed)((*tokens, state), cotangents)
+    assert_values_close(value, wanted)
+    for name, a, b in zip(NAMES, gradients, wanted_gradients, strict=True):
+        assert_close(a, b, 1e-4, name)
+    stepped = jax.jit(kda_recurrent, compiler_options=QUICK)(*tokens, state, begins)
+    assert_values_close(jax.tree.map(np.asarray, stepped), wanted)
+
+
 def test_float64_stays_float64():
     arguments = inputs(17)[0]
     with jax.enable_x64(True):

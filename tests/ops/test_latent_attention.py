@@ -40,12 +40,12 @@ def inputs(capacity):
     return q, latents, w_key, w_value, np.array(PLACES[capacity], np.int32)
 
 
-def loop(q, latents, w_key, w_value, positions):
+def loop(q, latents, w_key, w_value, positions, since=None):
     """Token by token and head by head, keys and values expanded, scale (H + R)^-1/2."""
     q, latents, w_key, w_value = (np.asarray(x, np.float64) for x in (q, latents, w_key, w_value))
     out = np.empty((*q.shape[:3], w_value.shape[1]))
     for b, t, n in np.ndindex(q.shape[:3]):
-        seen = latents[b, : positions[b, t] + 1]
+        seen = latents[b, 0 if since is None else since[b, t] : positions[b, t] + 1]
         keys = np.concatenate([seen[:, :C] @ w_key[n].T, seen[:, C:]], axis=1)
         scores = keys @ q[b, t, n] / np.sqrt(H + R)
         share = np.exp(scores - scores.max())
@@ -63,6 +63,17 @@ def test_equals_the_loop(form, capacity):
     arguments = inputs(capacity)
     blocks = filled_blocks(capacity, capacity)
     assert_close(FORMS[form](*arguments, blocks), loop(*arguments))
+
+
+SINCE = {300: [[0, 255, 200, 257], [5, 0, 1, 280]], 700: [[255, 256, 513, 600], [0, 100, 444, 1]]}
+
+
+@pytest.mark.parametrize("capacity", SINCE)
+def test_prefill_sees_nothing_before_a_document(capacity):
+    """Documents begin in the block of their token or in one before it, at the token itself or at 0."""
+    arguments, since = inputs(capacity), np.array(SINCE[capacity], np.int32)
+    found = FORMS["prefill"](*arguments, filled_blocks(capacity, capacity), since=since)
+    assert_close(found, loop(*arguments, since))
 
 
 @pytest.mark.parametrize("factor", [30.0, 1000.0])
@@ -132,21 +143,24 @@ def test_bfloat16_sums_over_many_entries_in_float32(form):
     assert_close(np.asarray(found, np.float64), np.broadcast_to(wanted, found.shape), 2e-2)
 
 
-def test_prefill_has_the_gradients_of_plain_attention():
+@pytest.mark.parametrize("since", [[[0] * T] * B, SINCE[300]], ids=["from 0 on", "documents"])
+def test_prefill_has_the_gradients_of_plain_attention(since):
     """With a Python number of blocks, over a cache that is no multiple of the block."""
     *arrays, positions = inputs(300)
+    since = np.array(since, np.int32)
     cotangent = np.random.default_rng(0).normal(size=(B, T, N, V)).astype(np.float32)
 
     def plain(q, latents, w_key, w_value):
         key = jnp.einsum("bsc,nhc->bsnh", latents[..., :C], w_key)
         scores = jnp.einsum("btnh,bsnh->btns", q[..., :H], key)
         scores = (scores + jnp.einsum("btnr,bsr->btns", q[..., H:], latents[..., C:])) / np.sqrt(np.float32(H + R))
-        seen = (np.arange(300) <= positions[:, :, None])[:, :, None]
+        place = np.arange(300)
+        seen = ((place <= positions[:, :, None]) & (place >= since[:, :, None]))[:, :, None]
         share = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("btns,bsc,nvc->btnv", share, latents[..., :C], w_value)
 
     def blocked(*arrays):
-        return prefill_attention(*arrays, jnp.asarray(positions), filled_blocks(300, 300))
+        return prefill_attention(*arrays, jnp.asarray(positions), filled_blocks(300, 300), since=jnp.asarray(since))
 
     def gradients(form):
         gradient = jax.grad(lambda *arrays: jnp.sum(form(*arrays) * cotangent), argnums=range(4))

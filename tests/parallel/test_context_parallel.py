@@ -40,17 +40,21 @@ def attention():
     }
     held, free = ("batch", "positions", None), ("batch", None, None)
     axes = {"q": ("batch", None, "heads", None), "latents": held, "w_key": ("heads", None, None)}
-    axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "filled": ()}
+    axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "since": ("batch", None), "filled": ()}
     index = {"index_q": normal(B, tokens, 3, 8), "index_k": normal(B, S, 8), "index_weight": normal(B, tokens, 3)}
     index_axes = {"index_q": (*free, None), "index_k": held, "index_weight": free}
     return arrays, axes, index, index_axes
 
 
+SINCE = [[0, 0, 2, 2], [0, 50, 59, 60]]
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_attention_over_positions(attention, mesh, tokens):
+@pytest.mark.parametrize(("tokens", "since"), [(1, None), (4, None), (4, SINCE)], ids=["one", "four", "documents"])
+def test_attention_over_positions(attention, mesh, tokens, since):
     arrays, axes, _, _ = attention
     arrays = arrays | {name: arrays[name][:, -tokens:] for name in ("q", "positions")}
+    arrays |= {} if since is None else {"since": jnp.asarray(since, jnp.int32)}
     wanted = _dense(0, None, None, **arrays)
 
     @jax.jit
@@ -62,10 +66,11 @@ def test_attention_over_positions(attention, mesh, tokens):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("equal", [False, True], ids=["random", "all scores equal"])
+@pytest.mark.parametrize("equal", [False, True], ids=["random, documents", "all scores equal"])
 def test_indexed_attention_over_positions(attention, mesh, equal):
     """Of equal scores the lower position wins, whichever device holds it."""
     arrays, axes, index, index_axes = attention
+    arrays |= {} if equal else {"since": jnp.asarray(SINCE, jnp.int32)}
     index = index | {"index_k": jnp.zeros_like(index["index_k"])} if equal else index
 
     def attend(*arguments, **named):
@@ -101,9 +106,13 @@ def test_new_entries_go_to_the_device_that_holds_their_position(mesh):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("documents", [None, ([0, 3, 8, 10, 33], [17, 32])], ids=["one document", "several"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_recurrence_over_tokens(mesh):
-    """Against the chunk form on one device, from a state, K ≠ V, padding behind row 1, decays from none to all."""
+def test_recurrence_over_tokens(mesh, documents):
+    """Against the chunk form on one device, from a state, K ≠ V, padding behind row 1, decays from none to all.
+
+    Documents begin at the start of a device's tokens and inside, more than one of them, and go on over several.
+    """
     rng = np.random.default_rng(2)
     tokens, keys, values = 64, 8, 12
 
@@ -117,6 +126,11 @@ def test_recurrence_over_tokens(mesh):
     beta = rng.uniform(0, 1, (B, tokens, N)).astype(np.float32)
     g[1, 37:], beta[1, 37:] = 0, 0
     arguments = (q, k, v, g, beta, normal(B, N, keys, values))
+    if documents is not None:
+        begins = np.zeros((B, tokens), bool)
+        for row, places in enumerate(documents):
+            begins[row, places] = True
+        arguments += (begins,)
     out, state = kda_chunked(*map(jnp.asarray, arguments))
 
     @jax.jit

@@ -11,13 +11,15 @@ from kimi_jax.planning.memory import place
 from kimi_jax.planning.pods import Pod, find_pod, shipped_pods
 
 NAMES = ("b300-8", "gb300-8", "h200-16", "tpu7x-16chips", "v5p-128chips", "v5p-64chips", "v6e-128chips")
+HOSTS = ("h200-8", "v5p-4chips")
+"""Single hosts, for Kimi-Linear-48B."""
 
 
 def test_shipped_pods():
-    assert shipped_pods() == NAMES
+    assert shipped_pods() == tuple(sorted(NAMES + HOSTS))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + HOSTS)
 def test_a_shipped_pod_says_what_the_machine_is(name):
     pod = Pod.from_file(name)
     device = find_device(pod.kind)
@@ -28,7 +30,8 @@ def test_a_shipped_pod_says_what_the_machine_is(name):
     assert math.prod(int(size) for size in pod.topology.split(":")[-1].split("x")) == pod.chips
     assert (pod.gpu is None) == (pod.platform == "tpu")
     lines = find_pod(name).read_text().splitlines()
-    assert lines[0] == f"# kimi-jax compile --pod configs/pods/{name}.toml"
+    model = "--model kimi-linear-48b " if name in HOSTS else ""
+    assert lines[0] == f"# kimi-jax compile {model}--pod configs/pods/{name}.toml"
 
 
 def test_values_of_pods():
@@ -41,8 +44,11 @@ def test_values_of_pods():
     assert Pod.from_file("h200-16").gpu.compute_capability == "9.0a"
 
 
-@pytest.mark.parametrize("model", ["kimi-k3", "kimi-k3.1-pro"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, model) for name in NAMES for model in ("kimi-k3", "kimi-k3.1-pro")]
+    + [(name, "kimi-linear-48b") for name in HOSTS],
+)
 def test_the_batch_of_a_shipped_pod_fits(name, model):
     pod = Pod.from_file(name)
     placement = place(ModelConfig.from_file(model), pod.mesh, pod.context)

@@ -1,0 +1,131 @@
+"""`kimi-jax finetune`: train adapters of a checkpoint on lines of text or conversations."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from kimi_jax.chat.tokenizer import Tokenizer
+from kimi_jax.cli.bundled import find_checkpoint
+from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
+from kimi_jax.cli.model_flags import ModelFlags
+from kimi_jax.cli.output import CommandError, UsageError, emit, remark
+from kimi_jax.cli.run_progress import RunProgress, run_progress
+from kimi_jax.config import ModelConfig
+from kimi_jax.finetune.data.batches import Batch, Batches
+from kimi_jax.finetune.data.documents import Documents
+from kimi_jax.finetune.data.errors import DataError
+from kimi_jax.finetune.optimizer import make_optimizer
+from kimi_jax.finetune.run import RunError, run_finetuning
+from kimi_jax.finetune.settings import FinetuneConfig, read_settings
+from kimi_jax.finetune.targets import adapter_spec
+from kimi_jax.finetune.trainer import Trainer, process_rows
+
+
+@dataclass(frozen=True)
+class Finetune(ModelFlags):
+    """Train low-rank adapters of a checkpoint; its own weights, packed experts among them, are never changed.
+
+    Stopped at any moment, the same command goes on from the last save. Afterwards OUT/adapters holds the adapters in
+    PEFT's format: kimi-jax generate DIR --adapters OUT.
+    """
+
+    directory: tyro.conf.Positional[Path]
+    """A Hugging Face or converted checkpoint directory with tiktoken.model."""
+    data: tuple[Path, ...]
+    """Files of JSON lines: {"text": …} or {"messages": […]}."""
+    out: Path
+    """Directory of the run: new, or that of a run to go on with."""
+    config: Path | None = None
+    """Settings, a TOML file as in configs/finetune; without it the defaults."""
+    held_out: tuple[Path, ...] = ()
+    """Files of the same form that are only evaluated."""
+    steps: int | None = None
+    """Batches in all, in place of the settings' number."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard to OUT/tensorboard; needs the extra kimi_jax[tensorboard]."""
+    job: Annotated[JobFlags, tyro.conf.arg(name="")] = field(default_factory=JobFlags)
+    """Several processes that run this together."""
+
+    def run(self) -> None:
+        """Trains."""
+        directory = find_checkpoint(self.directory)
+        model_config = ModelConfig.from_file(directory)
+        config = FinetuneConfig() if self.config is None else read_settings(self.config, FinetuneConfig)
+        try:
+            if self.steps is not None:
+                config = replace(config, run=replace(config.run, steps=self.steps))
+            adapter_spec(model_config, config.lora)  # a wrong target is told before hours of loading
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        tokenizer = Tokenizer.from_directory(directory, expected_vocab_size=model_config.vocab_size)
+        shape = mesh_shape(self.mesh)
+        settings = {name: str(value) for name, value in asdict(replace(self, job=JobFlags())).items()}
+        job = self.job.start(model_config, settings | {"settings": str(asdict(config))})
+        mesh = job_mesh(job, shape)
+        try:
+            index, count = process_rows(mesh)
+            train = Documents(self.data, tokenizer, **_document_options(config))
+            rows, length = config.data.rows, config.data.length
+            batches = Batches(
+                train,
+                rows=rows,
+                length=length,
+                packing=config.data.packing,
+                shuffle=config.data.shuffle,
+                seed=config.run.seed,
+                process_index=index,
+                process_count=count,
+            )
+            held = Documents(self.held_out, tokenizer, **_document_options(config)) if self.held_out else None
+        except DataError as error:
+            raise CommandError(str(error)) from None
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+        def held_out() -> Iterator[Batch]:
+            assert held is not None
+            return Batches(
+                held, rows=rows, length=length, shuffle=False, epochs=1, process_index=index, process_count=count
+            )
+
+        model = self.load(directory, mesh)
+        trainer = Trainer(model, config.lora, make_optimizer(config.optimizer, config.run.steps), config.run.seed)
+        origin = {
+            "model": str(directory.resolve()),
+            "dtype": self.dtype,
+            "dense_weights": self.dense_weights,
+            "data": [str(path.resolve()) for path in self.data],
+        }
+        remark(f"{count_numbers(trainer):,} numbers are trained; the first step compiles")
+        with run_progress(config.run.steps, self.out / "tensorboard" if self.tensorboard else None) as progress:
+            self._train(trainer, config, batches, held_out if held is not None else None, origin, progress)
+        emit(f"{self.out / 'adapters'}: adapters of step {config.run.steps}")
+
+    def _train(
+        self,
+        trainer: Trainer,
+        config: FinetuneConfig,
+        batches: Batches,
+        held_out: Any,
+        origin: Mapping[str, Any],
+        progress: RunProgress,
+    ) -> None:
+        try:
+            run_finetuning(trainer, config, batches, held_out, self.out, origin=origin, report=progress.tell)
+        except (RunError, DataError) as error:
+            raise CommandError(str(error)) from None
+
+
+def _document_options(config: FinetuneConfig) -> dict[str, Any]:
+    data = config.data
+    options = {} if data.thinking is None else {"thinking": data.thinking}
+    return {"train_on": data.train_on, "on_error": data.on_error, "options": options, "report": remark}
+
+
+def count_numbers(trainer: Trainer) -> int:
+    """Numbers of the adapters."""
+    return sum(x.size for x in jax.tree.leaves(trainer.state.adapters))

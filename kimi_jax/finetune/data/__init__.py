@@ -1,0 +1,1 @@
+"""Training data: lines of JSON files become documents, documents rows, rows batches."""

@@ -1,0 +1,72 @@
+"""Optimizers from a few numbers; anything else of optax can be handed to the trainer as it is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import optax
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer, and its schedule: linear warm-up, then a cosine to `final_share` of the rate.
+
+    - `steps` of a schedule are optimizer steps: with accumulation one for `accumulate` batches.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices, with adamw for everything else."""
+    learning_rate: float = 2e-4
+    """The highest one."""
+    warmup_steps: int = 10
+    """Optimizer steps until it is reached."""
+    final_share: float = 0.1
+    """What is left of it at the last step."""
+    weight_decay: float = 0.0
+    """Decoupled, as in adamw."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of adamw's two means."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged for one step."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("learning_rate", 0), ("warmup_steps", 0), ("clip_norm", 0), ("accumulate", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"optimizer: {name} {getattr(self, name)} must be at least {least}")
+
+
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by optimizer step, of `steps` batches in all."""
+    updates = max(1, -(-steps // config.accumulate))
+    warmup = min(config.warmup_steps, updates - 1)
+    top = config.learning_rate
+    return optax.warmup_cosine_decay_schedule(0.0 if warmup else top, top, warmup, updates, top * config.final_share)
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, matrices: Mapping[str, bool] | None = None
+) -> optax.GradientTransformation:
+    """The optimizer for a run of `steps` batches.
+
+    `matrices`, for a flat tree of parameters: which are matrices. Muon takes these, with updates as large as adamw's
+    (root mean square 0.2), and only they decay. None: muon takes everything of rank 2, and all parameters decay.
+    """
+    rate, (b1, b2) = schedule(config, steps), config.betas
+    if config.name == "muon":
+        # Stored [out, in].
+        sides = matrices and {n: optax.contrib.MuonDimensionNumbers(1, 0) if m else None for n, m in matrices.items()}
+        step = optax.contrib.muon(
+            rate,
+            adam_b1=b1,
+            adam_b2=b2,
+            weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=sides,
+            consistent_rms=None if matrices is None else 0.2,
+        )
+    else:
+        step = optax.adamw(rate, b1, b2, weight_decay=config.weight_decay, mask=matrices)
+    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    whole = optax.chain(*clip, step)
+    return whole if config.accumulate == 1 else optax.MultiSteps(whole, config.accumulate).gradient_transformation()

@@ -1,0 +1,168 @@
+"""A run of fine-tuning in a directory of its own, which can be stopped at any step and gone on with.
+
+RUN/run.json         what it was started with
+RUN/metrics.jsonl    a line a step, and a line an evaluation
+RUN/checkpoints/     adapters, optimizer and position in the data, by step (Orbax)
+RUN/adapters/        the adapters of the last save in PEFT's format
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from kimi_jax.checkpoint.adapters import write_adapters
+from kimi_jax.checkpoint.manifest import write_durably
+from kimi_jax.finetune.data.batches import Batch, Batches
+from kimi_jax.finetune.settings import FinetuneConfig
+from kimi_jax.finetune.trainer import Trainer
+from kimi_jax.model.adapters import fetch_adapters
+
+Metrics = Mapping[str, Any]
+Report = Callable[[Metrics], None]
+
+
+class RunError(Exception):
+    """A run directory that cannot be gone on with. Its text says why and what to do."""
+
+
+def run_finetuning(
+    trainer: Trainer,
+    config: FinetuneConfig,
+    batches: Batches,
+    held_out: Callable[[], Iterator[Batch]] | None,
+    directory: str | Path,
+    *,
+    origin: Mapping[str, Any],
+    report: Report = lambda _: None,
+) -> None:
+    """Trains to the last step, from the last save on where there is one.
+
+    **Arguments:**
+
+    - `batches`: standing before the first batch; this process's share of each.
+    - `held_out`: gives the batches of an evaluation; None for no evaluation.
+    - `directory`: of the run; made where it is not there.
+    - `origin`: what else the run depends on (model, files), as JSON has it: a run goes on only where it is the same.
+    - `report`: is called with each line of the metrics.
+
+    **Raises:** `RunError` for a directory of another run, or that is no run's.
+    """
+    directory = Path(directory).absolute()
+    steps = config.run.steps
+    _open(directory, {"origin": dict(origin), "settings": asdict(config)})
+    options = ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, create=True)
+    with ocp.CheckpointManager(directory / "checkpoints", options=options) as saves:
+        done = _restore(saves, trainer, batches)
+        log = _Log(directory / "metrics.jsonl", done, report)
+        if done:
+            log.remark(f"going on behind step {done}")
+        waiting: tuple[int, dict[str, Any]] | None = None
+        for step in range(done + 1, steps + 1):
+            batch = next(batches, None)
+            if batch is None:
+                raise RunError(f"the data ends at step {step - 1} of {steps}; give more epochs or fewer steps")
+            drift = config.run.drift_every > 0 and step % config.run.drift_every == 0
+            found = trainer.step(batch, drift)
+            # The line of a step is written while the next one runs.
+            if waiting is not None:
+                log.step(*waiting)
+            waiting = step, found
+            last = step == steps
+            if _is_due(step, config.run.save_every, last):
+                log.step(*waiting)
+                waiting = None
+                _save(saves, step, trainer, batches, directory / "adapters")
+            if held_out is not None and config.run.evaluate_every and _is_due(step, config.run.evaluate_every, last):
+                log.evaluation(step, trainer.evaluate(held_out()))
+        saves.wait_until_finished()
+
+
+def _is_due(step: int, every: int, last: bool) -> bool:
+    return last or step % every == 0
+
+
+def _open(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Makes the directory, or compares what its run was started with."""
+    path, wanted = directory / "run.json", json.loads(json.dumps(settings))
+    if path.is_file():
+        found = json.loads(path.read_text())
+        for section in wanted:
+            for name in {**found.get(section, {}), **wanted[section]}:
+                old, new = (x.get(section, {}).get(name) for x in (found, wanted))
+                if old != new:
+                    raise RunError(
+                        f"{directory}: the run there was started with {name} {old!r}, now it is {new!r}; "
+                        "go on with the same, or choose another directory"
+                    )
+        return
+    if directory.is_dir() and any(directory.iterdir()):
+        raise RunError(f"{directory} is not empty and holds no run (no run.json); choose another directory")
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(wanted, indent=1).encode())
+
+
+def _restore(saves: ocp.CheckpointManager, trainer: Trainer, batches: Batches) -> int:
+    """The steps that the newest save holds, put into trainer and data; 0 without one."""
+    step = saves.latest_step()
+    if step is None:
+        return 0
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.state)
+    saved = saves.restore(
+        step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
+    )
+    trainer.state = saved["state"]
+    batches.restore(saved["data"])
+    return step
+
+
+def _save(saves: ocp.CheckpointManager, step: int, trainer: Trainer, batches: Batches, adapters: Path) -> None:
+    args = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state), data=ocp.args.JsonSave(batches.state()))
+    if step not in saves.all_steps():
+        saves.save(step, args=args)
+        saves.wait_until_finished()  # an error of the background thread ends the run here
+    assert trainer.spec.adapters is not None
+    arrays = fetch_adapters(trainer.spec, trainer.state.adapters)
+    if jax.process_index() == 0:
+        write_adapters(adapters, trainer.spec.config, trainer.spec.adapters, arrays)
+
+
+class _Log:
+    """The metrics file, cut back to the step that the run goes on from."""
+
+    def __init__(self, path: Path, done: int, report: Report) -> None:
+        self.path, self.report, self.writes = path, report, jax.process_index() == 0
+        self.time = time.perf_counter()
+        if self.writes and path.is_file():
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
+            write_durably(path, "".join(f"{line}\n" for line in kept).encode())
+
+    def remark(self, text: str) -> None:
+        """Says something that is no metric."""
+        self.report({"remark": text})
+
+    def step(self, step: int, found: Mapping[str, Any]) -> None:
+        """Waits for a step's numbers and writes them."""
+        numbers = {name: float(np.asarray(value)) for name, value in found.items()}
+        now = time.perf_counter()
+        seconds, self.time = now - self.time, now
+        self._write({"step": step, **numbers, "tokens_per_second": numbers["tokens"] / seconds, "seconds": seconds})
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Writes the loss of the held-out data."""
+        self._write({"step": step, "held_out_loss": loss})
+        self.time = time.perf_counter()
+
+    def _write(self, line: Metrics) -> None:
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.report(line)
