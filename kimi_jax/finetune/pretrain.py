@@ -264,7 +264,7 @@ class Pretraining:
     def _save(self, state: State, step: int) -> None:
         leaves = jax.tree.leaves((state.params, state.biases, state.optimizer))
         with durable_file(self.out / "state.npz") as file:
-            np.savez(file, step=step, **{f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)})
+            np.savez(file, np.asarray(step), *map(np.asarray, leaves))
 
     def _resume(self) -> tuple[State, int]:
         """The saved state and its step, or the start. Metrics of later steps are dropped: they will come again."""
@@ -272,14 +272,13 @@ class Pretraining:
         if not (self.out / "state.npz").exists():
             self._metrics.unlink(missing_ok=True)
             return state, 0
-        tree = jax.tree.structure((state.params, state.biases, state.optimizer))
         with np.load(self.out / "state.npz") as saved:
-            leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(tree.num_leaves)]
-            step = int(saved["step"])
+            step, *leaves = (saved[name] for name in saved.files)
+        tree = jax.tree.structure((state.params, state.biases, state.optimizer))
         lines = self._metrics.read_text().splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= int(step)]
         write_durably(self._metrics, "".join(f"{line}\n" for line in kept).encode())
-        return State(*jax.tree.unflatten(tree, leaves)), step
+        return State(*jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])), int(step)
 
 
 def _unpacked(config: dict[str, Any]) -> dict[str, Any]:

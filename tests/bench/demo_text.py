@@ -103,9 +103,8 @@ def main() -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         size = len(text.encode())
-        print(
-            f"{name}.txt: {len(part)} chapters, {size:,} bytes, {len(ids):,} tokens, {size / len(ids):.2f} bytes each"
-        )
+        rate = size / len(ids)
+        print(f"{name}.txt: {len(part)} chapters, {size:,} bytes, {len(ids):,} tokens of {rate:.2f} bytes")
 
 
 if __name__ == "__main__":

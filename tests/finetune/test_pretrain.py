@@ -176,5 +176,5 @@ def test_writing_names_the_parameter_at_fault(trained, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             write_checkpoint(tmp_path, raw, params | fault, {})
     del params[name]
-    with pytest.raises(CheckpointError, match="o_proj.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight is missing"):
         write_checkpoint(tmp_path, raw, params, {})
