@@ -12,7 +12,7 @@ import numpy as np
 
 from kimi_jax.checkpoint.manifest import Progress
 from kimi_jax.checkpoint.names import is_stacked
-from kimi_jax.checkpoint.rewrite import Replacement, new_folder, rewrite
+from kimi_jax.checkpoint.rewrite import Replacement, new_folder, open_source, rewrite
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError, read_bytes
 from kimi_jax.config import ConfigError, ModelConfig
@@ -79,7 +79,7 @@ def quantize_checkpoint(
     empty, or its disk is too small. After an error nothing is left in `out`.
     """
     out = new_folder(out)
-    source = HuggingFaceSource(directory)
+    source = open_source(directory)
     if source.config.moe.packed:
         raise CheckpointError(f"{source.folder}: the experts are MXFP4 already")
     config = packed_config(source)

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kimi_jax.checkpoint.manifest import Progress, durable_file, free_space, raw_bytes, write_durably
+from kimi_jax.checkpoint.manifest import Progress, durable_file, free_space, is_converted, raw_bytes, write_durably
 from kimi_jax.checkpoint.safetensors_file import DTYPES, INDEX, CheckpointFiles, TensorInfo, make_header
 from kimi_jax.checkpoint.source import HuggingFaceSource
 from kimi_jax.checkpoint.storage import CheckpointError, local_destination, read_bytes, small_files
@@ -25,11 +25,18 @@ class Replacement:
     """What takes the place of one stored tensor.
 
     - `entries`: dtype and shape by name of the tensors that take it.
-    - `make`: gives their numbers, in that order; called once.
+    - `make`: gives their numbers, in that order, each in one array or in several that follow each other; called once.
     """
 
     entries: Mapping[str, Entry]
-    make: Callable[[], Sequence[np.ndarray]]
+    make: Callable[[], Iterable[np.ndarray]]
+
+
+def open_source(directory: str | Path) -> HuggingFaceSource:
+    """The checkpoint to be rewritten. **Raises:** `CheckpointError` for a converted one, or one that is not whole."""
+    if is_converted(Path(directory)):
+        raise CheckpointError(f"{directory} is a converted checkpoint: make Hugging Face's files with kimi-jax export")
+    return HuggingFaceSource(directory)
 
 
 def new_folder(out: str | Path) -> Path:

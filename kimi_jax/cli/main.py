@@ -18,6 +18,7 @@ from kimi_jax.cli.demo import Demo
 from kimi_jax.cli.finetune import Finetune
 from kimi_jax.cli.generate import Generate
 from kimi_jax.cli.inspect import Inspect
+from kimi_jax.cli.merge import Merge
 from kimi_jax.cli.output import CommandError, UsageError, complain, only_first_prints
 from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.quantize import Quantize
@@ -42,6 +43,7 @@ Command = (
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
     | Annotated[Finetune, tyro.conf.subcommand("finetune")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]

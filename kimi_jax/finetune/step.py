@@ -45,7 +45,7 @@ class TrainState:
 
     adapters: Params
     optimizer: Any
-    step: Array
+    step: Any
 
 
 def state_layout(spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:

@@ -61,7 +61,8 @@ def place_adapters(spec: ModelSpec, values: Values) -> Params:
     """The adapters of `spec` on its devices; each reads the parts that it holds."""
 
     def place(like: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             bounds = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, like.shape, strict=True))
             if len(names) == 1:
                 return values(names[0], bounds)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.norms import along_last, at_least_float32, unit_rms
+from kimi_jax.ops.norms import along_last, at_least_float32, unit_rms, wide_dtype
 
 
 class Bank(NamedTuple):
@@ -36,6 +36,7 @@ def mix_query(norm: Float[Array, "*G D"], proj: Float[Array, "*G 1 D"]) -> Float
 
 def empty_bank(room: int, prefix: Float[Array, "B T D"], queries: Float[Array, "Q D"]) -> Bank:
     """A bank for `room` sums like `prefix`, none held."""
+    queries = queries.astype(wide_dtype(prefix.dtype))
     scores = jnp.full((queries.shape[0], room, *prefix.shape[:-1]), -jnp.inf, queries.dtype)
     return Bank(jnp.zeros((room, *prefix.shape), prefix.dtype), scores, queries, 0)
 

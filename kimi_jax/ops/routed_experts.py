@@ -10,12 +10,37 @@ from kimi_jax.ops.grouped_matmul import ExpertWeights, grouped_matmul, num_exper
 from kimi_jax.ops.norms import at_least_float32
 
 Activate = Callable[[Array, Array], Array]
+ADAPTER = ("lora_A", "lora_B", "lora_scale")
+"""Names of what an adapter adds to a projection's arrays."""
 
 
 def sorted_copies(expert: Int[Array, " M"]) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
     """Which copy comes at each place when copies of tokens are sorted by expert, and the place of each copy."""
     order = jnp.argsort(expert, stable=True)
     return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+
+def adapted_matmul(
+    rows: Float[Array, "M I"], weights: ExpertWeights, group_sizes: Int[Array, " E"]
+) -> Float[Array, "M O"]:
+    """`grouped_matmul`, plus `lora_scale · B (A row)` of each row's own expert where `weights` has an adapter.
+
+    **Arguments:**
+
+    - `weights`: the projection as `grouped_matmul` takes it; with an adapter also `lora_A` `[E, r, I]` and `lora_B`
+        `[E, O, r]` of this layer alone, no stacks of several, and the number `lora_scale`.
+
+    **Returns:** the sums in `rows.dtype`, added up in float32 at least.
+
+    Gradients go to the rows, to the adapter, and to the matrices as in `grouped_matmul`; those of experts without rows
+    are zero.
+    """
+    out = grouped_matmul(rows, {name: x for name, x in weights.items() if name not in ADAPTER}, group_sizes)
+    if "lora_A" not in weights:
+        return out
+    low = grouped_matmul(rows, {"weight": weights["lora_A"]}, group_sizes)
+    change = at_least_float32(grouped_matmul(low, {"weight": weights["lora_B"]}, group_sizes))
+    return (at_least_float32(out) + weights["lora_scale"].astype(change.dtype) * change).astype(out.dtype)
 
 
 def routed_experts(
@@ -34,7 +59,8 @@ def routed_experts(
     - `index`: chosen experts of each row, numbered over all devices; a number held nowhere is skipped
         (padding rows carry such a number).
     - `weight`: their weights.
-    - `experts`: `w1` (gate), `w3` (up) and `w2` (down) of the experts `first_expert, first_expert + 1, …`.
+    - `experts`: `w1` (gate), `w3` (up) and `w2` (down) of the experts `first_expert, first_expert + 1, …`, each as
+        `adapted_matmul` takes it.
     - `activate`: the gated activation of (gate, up).
 
     **Returns:** the weighted sums, in float32 at least, added up in the order of `index`.
@@ -47,8 +73,8 @@ def routed_experts(
     group_sizes = jnp.bincount(local, length=held + 1)[:held]
     rows = z[jax.lax.div(order, jnp.asarray(per_token, order.dtype))]
     hidden = activate(
-        grouped_matmul(rows, experts["w1"], group_sizes), grouped_matmul(rows, experts["w3"], group_sizes)
+        adapted_matmul(rows, experts["w1"], group_sizes), adapted_matmul(rows, experts["w3"], group_sizes)
     )
-    out = at_least_float32(grouped_matmul(hidden, experts["w2"], group_sizes))
+    out = at_least_float32(adapted_matmul(hidden, experts["w2"], group_sizes))
     copies = out[back].reshape((tokens, per_token, -1))
     return jnp.sum(copies * weight.astype(out.dtype)[..., None], axis=1)

@@ -133,13 +133,14 @@ def _dispatch(
     counts = jnp.bincount(jax.lax.div(experts_of, jnp.asarray(held, experts_of.dtype)), length=mesh.size + 1)[:-1]
     capacity = max(8, -(-RECEIVE_FACTOR * share * per_row // 8) * 8)
 
-    def serve(rows: Array, chosen: Array) -> Array:
+    def serve(experts: Experts, rows: Array, chosen: Array) -> Array:
         first = jax.lax.axis_index(owners) * held
         ones = jnp.ones((rows.shape[0], 1), weight.dtype)
         return apply(rows, chosen[:, None], ones, experts, first)
 
     native = mesh.devices.flat[0].platform != "cpu"
-    done = exchange(serve, copies, sorted_experts, counts.astype(jnp.int32), capacity, num_experts, owners, native)
+    counts = counts.astype(jnp.int32)
+    done = exchange(serve, experts, copies, sorted_experts, counts, capacity, num_experts, owners, native)
     parts = done[back].reshape((share, per_row, -1))
     out = jnp.sum(parts * weight.astype(parts.dtype)[..., None], axis=1)
     if sharers:

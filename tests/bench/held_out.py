@@ -1,6 +1,6 @@
 """Held-out bits per byte of checkpoints, as `kimi-jax train` measures them.
 
-    python tests/bench/held_out.py configs/finetune/pretrain-tiny.toml DIRECTORY …
+python tests/bench/held_out.py configs/finetune/pretrain-tiny.toml DIRECTORY …
 """
 
 import sys

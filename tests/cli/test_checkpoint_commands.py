@@ -1,13 +1,17 @@
-"""`kimi-jax synthesize`, `convert`, `verify` and `export`: what they print, and their exit codes."""
+"""Commands that make checkpoints, `kimi-jax synthesize`, `convert` and so on: what they print, and their exit codes."""
 
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kimi_jax.checkpoint.adapters import half_shapes, write_adapters
 from kimi_jax.cli.main import main
 from kimi_jax.cli.output import parse_bytes
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.lora import AdapterSpec
 
 pytestmark = pytest.mark.xdist_group("checkpoint commands")
 THREE_LAYERS = Path(__file__).parents[1] / "checkpoint" / "three-layers.json"
@@ -115,6 +119,28 @@ def test_quantize(run, tmp_path):
     assert "the experts are MXFP4 already" in error
 
 
+def test_merge(run, source, converted, tmp_path):
+    config = ModelConfig.from_file(source)
+    experts = "layers.1.block_sparse_moe.experts.w1"
+    spec = AdapterSpec((("lm_head", 2, 1.0), (experts, 2, 1.0)))
+    arrays = {name: np.full(shape, 1e-4, np.float32) for name, shape in half_shapes(config, spec).items()}
+    adapters, out = tmp_path / "run" / "adapters", tmp_path / "out"
+    write_adapters(adapters, config, spec, arrays)
+    code, printed, error = run("merge", source, tmp_path / "run", out)
+    assert (code, printed) == (1, "")
+    assert "ask for it with --experts" in error
+    code, printed, error = run("merge", source, tmp_path / "run", out, "--experts")
+    assert (code, printed) == (1, "")
+    assert "survives rounding in 1 of 1 layers (layer 1: 0.0%); nothing is written" in error
+    code, printed, _ = run("merge", source, tmp_path / "run", out, "--experts", "--force")
+    lines = printed.splitlines()
+    assert (code, lines[-1]) == (0, f"{out}: 2 modules changed")
+    assert ["1", "0.0%"] in [line.split() for line in lines]
+    code, printed, error = run("merge", converted, adapters, tmp_path / "other")
+    assert (code, printed) == (1, "")
+    assert "is a converted checkpoint: make Hugging Face's files with kimi-jax export" in error
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -142,6 +168,8 @@ def test_convert_refuses(options, code, message, run, source, tmp_path):
         (("synthesize", "kimi-k9", "{}/out"), 2, "kimi-k9"),
         (("quantize", "{}/none", "{}/out"), 1, "is not a directory"),
         (("quantize", "{}/none", "gs://out"), 2, "is a URL"),
+        (("merge", "{}/none", "{}/run", "{}/out"), 1, "is not a directory"),
+        (("merge", "{}/none", "{}/run", "gs://out"), 2, "is a URL"),
         (("synthesize", "tiny-k3", "{}/out", "--file-size", "much"), 2, "'much' is not a number of bytes"),
     ],
 )
@@ -159,6 +187,7 @@ def test_wrong_use(arguments, code, message, run, tmp_path):
         ("verify", ("--against", "(default: None)")),
         ("export", ("--overwrite", "(default: False)")),
         ("synthesize", ("--seed", "(default: 0)", "(default: 16.7GB)")),
+        ("merge", ("--experts", "--force", "(default: False)")),
     ],
 )
 def test_help_tells_options_and_defaults(command, words, run):

@@ -137,11 +137,12 @@ def test_rounds_move_every_row_to_its_place_and_back():
         tags = np.where(target < devices, np.arange(rows), 99).astype(np.int32)
 
         def local(values, tags, counts):
-            def serve(rows, tags):
-                mine = 1000.0 * (1 + jax.lax.axis_index("data")).astype(rows.dtype)
+            def serve(thousand, rows, tags):
+                mine = thousand * (1 + jax.lax.axis_index("data")).astype(rows.dtype)
                 return jnp.where(tags[:, None] == 99, 0, mine + rows)
 
-            return exchange(serve, values[0], tags[0], counts[0], capacity, 99, ("data",), native=False)[None]
+            thousand = jnp.float32(1000)
+            return exchange(serve, thousand, values[0], tags[0], counts[0], capacity, 99, ("data",), False)[None]
 
         spec = PartitionSpec("data")
         found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False))(
