@@ -55,8 +55,10 @@ def make_optimizer(
     """
     rate, (b1, b2) = schedule(config, steps), config.betas
     if config.name == "muon":
-        # Stored [out, in].
-        sides = matrices and {n: optax.contrib.MuonDimensionNumbers(1, 0) if m else None for n, m in matrices.items()}
+        sides = None
+        if matrices is not None:
+            stored = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+            sides = {name: stored if matrix else None for name, matrix in matrices.items()}
         step = optax.contrib.muon(
             rate,
             adam_b1=b1,

@@ -198,7 +198,7 @@ class Pretraining:
 
     def _updated(self, params: Flat, optimizer: Any, gradients: Flat) -> tuple[Flat, Any, Array]:
         updates, optimizer = self.optimizer.update(gradients, optimizer, params)
-        return optax.apply_updates(params, updates), optimizer, optax.global_norm(gradients)
+        return optax.apply_updates(params, updates), optimizer, optax.tree.norm(gradients)
 
     def step(self, state: State, number: int) -> tuple[State, dict[str, Array]]:
         """Step `number`, from 0; the arrays of `state` are given up."""

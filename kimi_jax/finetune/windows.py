@@ -25,7 +25,7 @@ def read_text(paths: Sequence[str | Path], tokenizer: Tokenizer) -> Text:
         text = Path(path).read_text(encoding="utf-8")
         size += len(text.encode())
         for document in filter(None, text.split("\n\n")):
-            ids += [*tokenizer.encode(document + "\n"), tokenizer.eos_id]
+            ids += [*tokenizer.encode(document.removesuffix("\n") + "\n"), tokenizer.eos_id]
     return Text(np.asarray(ids, np.int32), size)
 
 
