@@ -8,7 +8,7 @@
 **Names.** transformers' own Kimi-Linear calls some modules otherwise (`mlp.shared_experts` for
 `block_sparse_moe.shared_experts`, `self_attn.forget_gate.f_a_proj` for `self_attn.f_a_proj`). PEFT renames the tensors
 of a checkpoint's names as transformers renames the weights; what the configuration targets is written so that it fits
-both. Both are read. (There the routed experts are no modules but two arrays, to which PEFT cannot attach these.)
+both. Both are read. There the routed experts are no modules but two arrays: see `fused_adapters`.
 
 **Targets.** `target_modules` is a list of name endings where every module of these endings has an adapter, otherwise
 one regular expression. `r` and `lora_alpha` are those of most modules, `rank_pattern` and `alpha_pattern` have the
@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kimi_jax.checkpoint.fused_adapters import fused_kind, fused_layer, fused_targets, split_pair
 from kimi_jax.checkpoint.manifest import durable_file, raw_bytes, write_durably
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, is_stacked, stored_name
 from kimi_jax.checkpoint.safetensors_file import SafetensorsFile, make_header
@@ -46,7 +47,15 @@ _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_r
 # Fields that do not change what the adapters compute.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "lora_dropout"),
-    *("megatron_core", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"),
+    *(
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+    ),
 }
 # Ways to begin a training that change the weights below the adapters.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -122,6 +131,9 @@ def _describe(config: ModelConfig, spec: AdapterSpec, base_model: str | None) ->
     kinds = _by_kind(adaptable_names(config))
     chosen = _by_kind(ranks)
     whole = all(len(chosen[kind]) == len(kinds[kind]) for kind in chosen)
+    fused = [] if config.wrapped else list(fused_targets(spec))
+    ranks_there = ranks | {name: rank for name, rank, _ in fused}
+    alphas_there = alphas | {name: _number(rank * scale) for name, rank, scale in fused}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -137,8 +149,9 @@ def _describe(config: ModelConfig, spec: AdapterSpec, base_model: str | None) ->
         "init_lora_weights": True,
         "modules_to_save": None,
         "target_modules": sorted(map(_ending, chosen)) if whole else rf"(?:.*\.)?(?:{_regex(ranks)})",
-        "rank_pattern": _patterns(ranks, rank),
-        "alpha_pattern": _patterns(alphas, alpha),
+        "target_parameters": [name for name, _, _ in fused] or None,
+        "rank_pattern": _patterns(ranks_there, rank),
+        "alpha_pattern": _patterns(alphas_there, alpha),
     }
 
 
@@ -169,7 +182,7 @@ def _regex(names: Iterable[str]) -> str:
     for kind, layers in _by_kind(names).items():
         pattern = re.escape(kind)
         pattern = pattern.replace(r"block_sparse_moe\.shared_experts", r"(?:block_sparse_moe|mlp)\.shared_experts")
-        pattern = pattern.replace(r"\.experts\.", r"\.experts\.\d+\.")
+        pattern = pattern.replace(r"block_sparse_moe\.experts\.", r"block_sparse_moe\.experts\.\d+\.")
         pattern = re.sub(r"self_attn\\\.(f_[ab]_proj)", r"self_attn\\.(?:forget_gate\\.)?\1", pattern)
         found.append(rf"layers\.(?:{'|'.join(layers)})\.{pattern}" if layers != [""] else pattern)
     return "|".join(found)
@@ -212,10 +225,14 @@ def read_adapters(directory: str | Path, config: ModelConfig) -> tuple[AdapterSp
     parts: dict[str, dict[int | None, str]] = defaultdict(dict)
     chosen: dict[str, tuple[int, float]] = {}
     names = set(adaptable_names(config))
+    fused: set[str] = set()
     for tensor in file.tensors:
         found = _TENSOR.fullmatch(tensor)
         if found is None:
             raise CheckpointError(f"{file.file}: tensor {tensor} is not half an adapter of a module")
+        if fused_layer(found["path"]) is not None:
+            fused.add(found["path"])
+            continue
         module, expert = _module(found["path"])
         if module not in names or is_stacked(module) is not (expert is not None):
             raise CheckpointError(
@@ -225,9 +242,17 @@ def read_adapters(directory: str | Path, config: ModelConfig) -> tuple[AdapterSp
         if chosen.setdefault(module, own) != own:
             raise CheckpointError(f"{folder / CONFIG}: the experts of {module} differ in rank or alpha")
         parts[f"{module}.{found['half']}"][expert] = tensor
+    arrays: dict[str, np.ndarray] = {}
+    for path in fused:
+        for name, own, array in _read_fused(file, settings, config, path):
+            module = name.rpartition(".")[0]
+            if module not in names or (chosen.setdefault(module, own) != own) or name in parts or name in arrays:
+                raise CheckpointError(f"{file.file}: {path} has adapters of {module}: not in the model, or given twice")
+            arrays[name] = array
     spec = AdapterSpec(tuple((module, *own) for module, own in chosen.items()))
-    arrays = {}
     for name, shape in half_shapes(config, spec).items():
+        if name in arrays:
+            continue
         wanted = range(shape[0]) if is_stacked(name) else (None,)
         own_shape = shape[1:] if is_stacked(name) else shape
         arrays[name] = np.empty(shape, np.float32)
@@ -241,6 +266,29 @@ def read_adapters(directory: str | Path, config: ModelConfig) -> tuple[AdapterSp
                 f"{file.file}: tensor {parts[name][min(extra, key=str)]}: the model has {len(wanted)} experts"
             )
     return spec, arrays
+
+
+def _read_fused(
+    file: SafetensorsFile, settings: "_Settings", config: ModelConfig, path: str
+) -> Iterator[tuple[str, tuple[int, float], np.ndarray]]:
+    """Name, rank and scale, and numbers of each stacked half in a pair that is of all experts of a layer."""
+    before, layer = fused_layer(path) or ("", "")
+    names = [f"{_PREFIX}{path}.{half}.weight" for half in HALVES]
+    for name in names:
+        if name not in file.tensors:
+            raise CheckpointError(f"{file.file}: tensor {name} is missing, though the other half is there")
+    kind = fused_kind(config, *(file.tensors[name].shape for name in names))
+    if kind is None:
+        shapes = " and ".join(str(list(file.tensors[name].shape)) for name in names)
+        raise CheckpointError(f"{file.file}: tensors of {path}: shapes {shapes} are of no array of the model's experts")
+    own = settings.rank_and_scale(f"{before}{layer}{kind}")
+    for name, axis in zip(names, (0, 1), strict=True):
+        wanted = list(file.tensors[name].shape)
+        wanted[axis] = config.moe.num_experts * own[0]
+        _check(file, name, tuple(wanted))
+    pair = (file.read(name).astype(np.float32) for name in names)
+    for tail, array in split_pair(config, kind, *pair).items():
+        yield f"{layer}block_sparse_moe.experts.{tail}", own, array
 
 
 def _module(path: str) -> tuple[str, int | None]:

@@ -96,7 +96,7 @@ def _nearest(
     # Midpoints of neighbouring values; at each tie the even code wins.
     codes = (scaled > 0.25).astype(np.uint8)
     for step in (scaled >= 0.75, scaled > 1.25, scaled >= 1.75, scaled > 2.5, scaled >= 3.5, scaled > 5):
-        codes += step
+        codes += step.view(np.uint8)
     scaled -= _SIZES[codes]
     return codes, np.einsum("...i,...i->...", scaled, scaled)
 

@@ -24,8 +24,9 @@ THEIRS = {
         "shared_experts.down_proj",
         "layers.0.mlp.up_proj",
     ],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     "rank_pattern": {r"layers\.[35]\.self_attn\.q_proj": 7},
-    "alpha_pattern": {"down_proj": 2},
+    "alpha_pattern": {r"shared_experts\.down_proj": 2},
 }
 
 

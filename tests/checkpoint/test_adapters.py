@@ -228,7 +228,6 @@ def test_tensors_that_do_not_fit(change, message, config, written, rewrite, tmp_
         ("modules_to_save", ["lm_head"], r"field 'modules_to_save': \['lm_head'\] is not supported"),
         ("bias", "all", "field 'bias': 'all' is not supported"),
         ("layers_to_transform", [1], r"field 'layers_to_transform': \[1\] is not supported"),
-        ("target_parameters", ["experts.gate_up_proj"], "field 'target_parameters'"),
         ("use_something_new", {"a": 1}, "field 'use_something_new': .* is not supported"),
         ("peft_type", "LOHA", "peft_type 'LOHA' is not supported, only 'LORA'"),
         ("init_lora_weights", "pissa_niter_4", "'pissa_niter_4' is not supported: it changes the weights below"),
@@ -272,3 +271,73 @@ def test_arrays_must_be_those_of_the_specification(config, tmp_path):
     del arrays[f"{Q}.lora_B"]
     with pytest.raises(ValueError, match=rf"{Q}.lora_B has the shape None, wanted \(96, 3\)"):
         write_adapters(tmp_path, config("tiny-k3"), spec, arrays)
+
+
+BLOCK = f"{PREFIX}model.layers.1.mlp.experts"
+
+
+@pytest.fixture
+def fused(config, written, settings, rewrite, tmp_path):
+    """`fused(change)`: as PEFT has adapters of layer 1's experts on transformers' arrays, rank 3 for all; by expert."""
+
+    def make(change=lambda tensors: None):
+        written("tiny-kimi-linear", (LINEAR_Q, 3, 2.0))
+        settings(target_parameters=["experts.gate_up_proj", "experts.down_proj"], alpha_pattern={"down_proj": 3})
+        rng = np.random.default_rng(2)
+        shapes = {"base_layer.": (96, 128), "": (128, 48)}  # gate and up of 48 on a width of 128; down
+        halves = {
+            key: [(rng.normal(size=(3, into)), rng.normal(size=(out, 3))) for _ in range(16)]
+            for key, (out, into) in shapes.items()
+        }
+
+        def add(tensors):
+            like = next(iter(tensors.values()))
+            for key, experts in halves.items():
+                a = np.concatenate([a for a, _ in experts]).astype(np.float32)
+                b = np.stack([b for _, b in experts], axis=-1).reshape(-1, 48).astype(np.float32)
+                tensors[f"{BLOCK}.{key}lora_A.weight"] = like.of(a)
+                tensors[f"{BLOCK}.{key}lora_B.weight"] = like.of(b)
+            change(tensors)
+
+        rewrite(tmp_path / "adapter_model.safetensors", add)
+        return halves
+
+    return make
+
+
+def test_pairs_of_all_experts_are_taken_apart(fused, config, tmp_path):
+    halves = fused()
+    spec, arrays = read_adapters(tmp_path, config("tiny-kimi-linear"))
+    block = "layers.1.block_sparse_moe.experts"
+    scales = {"w1": 2.0, "w2": 1.0, "w3": 2.0}
+    assert spec.by_name == {LINEAR_Q: (3, 2.0)} | {f"{block}.{w}": (3, scale) for w, scale in scales.items()}
+    for expert in range(16):
+        change = {w: arrays[f"{block}.{w}.lora_B"][expert] @ arrays[f"{block}.{w}.lora_A"][expert] for w in scales}
+        a, b = halves["base_layer."][expert]
+        np.testing.assert_allclose(np.concatenate([change["w1"], change["w3"]]), b @ a, rtol=0, atol=1e-5)
+        a, b = halves[""][expert]
+        np.testing.assert_allclose(change["w2"], b @ a, rtol=0, atol=1e-5)
+
+
+def cut(tensors):
+    name = f"{BLOCK}.lora_A.weight"
+    tensors[name] = tensors[name].of(tensors[name].array[:45].copy())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop(f"{BLOCK}.lora_B.weight"),
+            r"experts\.lora_B\.weight is missing, though the other half is there",
+        ),
+        (cut, r"experts\.lora_A\.weight: shape \[45, 48\], wanted \[48, 48\]"),
+        (rename(f"{BLOCK}.base_layer.lora_A", "x"), r"tensor x\.weight is not half an adapter"),
+        (rename("layers.1.mlp", "layers.0.mlp"), r"layers\.0\..*: not in the model, or given twice"),
+        (lambda t: t.update({f"{BLOCK}.lora_A.weight": t[f"{BLOCK}.base_layer.lora_A.weight"]}), r"are of no array of"),
+    ],
+)
+def test_pairs_that_do_not_fit(change, message, fused, config, tmp_path):
+    fused(change)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapters(tmp_path, config("tiny-kimi-linear"))

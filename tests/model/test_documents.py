@@ -1,45 +1,20 @@
 """Several documents a row: what each token gets, and every gradient, is as if its document stood alone.
 
-Models of two layers, KDA with a dense MLP and MLA with experts (and indexer), cut out of the tiny checkpoints; on one
-device, and with rows, tokens and heads split.
+Models of two layers cut out of the tiny checkpoints; on one device, and with rows, tokens and heads split.
 """
-
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from two_layers import two_layers
 
-from kimi_jax.inference.functions import computing
 from kimi_jax.model.call import make_call
-from kimi_jax.model.model import ModelSpec
+from kimi_jax.model.model import computing
 
 ROWS, WIDTH = 6, 96
 DOCUMENTS = ((1, 3, 65, 20), (17, 66))  # tokens of each document of the first two rows; the other rows are empty
 TRAINED = (("0", "k_proj"), ("0", "f_b_proj"), ("1", "kv_a_proj_with_mqa"))
-
-
-@dataclass(frozen=True)
-class Small:
-    """Two layers of a tiny model: what `Model.spec` and `Model.params` are."""
-
-    spec: ModelSpec
-    params: dict
-
-
-def cut(model):
-    """The first layer and the first of MLA."""
-    config = model.config
-    mla = config.layer_kinds.index("mla")
-    small = replace(config, layer_kinds=("kda", "mla"))
-    if config.indexer is not None:
-        small = replace(small, indexer=replace(config.indexer, layers=(1,)))
-    if config.attn_res_block_size is not None:
-        small = replace(small, attn_res_block_size=1)
-    spec = replace(model.spec, config=small, expert_strategy="gather")
-    layers = {"0": model.params["layers"]["0"], "1": model.params["layers"][str(mla)]}
-    return Small(spec, {**model.params, "layers": layers})
 
 
 def rows_of_documents():
@@ -98,8 +73,8 @@ def test_a_document_in_a_row_is_as_alone(name, mesh, tiny):
     """Alone on one device."""
     packed = rows_of_documents()
     alone = one_document_a_row(packed[0])
-    on_one = compiled(cut(tiny(name)))
-    run = on_one if mesh == "one" else compiled(cut(tiny(name, mesh)))
+    on_one = compiled(two_layers(tiny(name)))
+    run = on_one if mesh == "one" else compiled(two_layers(tiny(name, mesh)))
     (found, (logits, index)), (wanted, (wanted_logits, wanted_index)) = run(*packed), on_one(*alone)
     logits, wanted_logits = gather_tokens(logits, packed[1]), gather_tokens(wanted_logits, alone[1])
     np.testing.assert_allclose(logits, wanted_logits, rtol=0, atol=1e-4)
