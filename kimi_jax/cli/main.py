@@ -24,6 +24,7 @@ from kimi_jax.cli.plan import Plan
 from kimi_jax.cli.quantize import Quantize
 from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.cli.tokens import Tokens
+from kimi_jax.cli.train import Train
 from kimi_jax.config import ConfigError
 from kimi_jax.parallel.distributed import fail, finish, is_joined
 from kimi_jax.parallel.launch_environment import DistributedError
@@ -41,6 +42,7 @@ Command = (
     | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
     | Annotated[Finetune, tyro.conf.subcommand("finetune")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Merge, tyro.conf.subcommand("merge")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]

@@ -13,6 +13,7 @@ from kimi_jax.cli.output import UsageError, prints
 SHOWN = {
     "loss": "loss {:.4f}",
     "held_out_loss": "held out {:.4f}",
+    "held_out_bits_per_byte": "held out {:.4f} bits a byte",
     "gradient_norm": "gradient {:.3g}",
     "router_max_load": "fullest expert {:.1f}×",
     "router_drift": "drift {:.2%}",
@@ -39,7 +40,7 @@ class RunProgress:
         text = ", ".join(form.format(self.latest[name]) for name, form in SHOWN.items() if name in self.latest)
         self.bar.update(self.task, completed=step, metrics=text)
         spaced = not self.bar.console.is_terminal and (step == 1 or step % max(1, self.steps // 50) == 0)
-        if "held_out_loss" in line or spaced:
+        if any(name.startswith("held_out") for name in line) or spaced:
             self.bar.console.print(f"step {step}: {text}", highlight=False)
         if self.writer is not None:
             for name, value in line.items():

@@ -1,5 +1,6 @@
 """Optimizers from a few numbers; anything else of optax can be handed to the trainer as it is."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,13 +45,30 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0 if warmup else top, top, warmup, updates, top * config.final_share)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer for a run of `steps` batches."""
+def make_optimizer(
+    config: OptimizerConfig, steps: int, matrices: Mapping[str, bool] | None = None
+) -> optax.GradientTransformation:
+    """The optimizer for a run of `steps` batches.
+
+    `matrices`, for a flat tree of parameters: which are matrices. Muon takes these, with updates as large as adamw's
+    (root mean square 0.2), and only they decay. None: muon takes everything of rank 2, and all parameters decay.
+    """
     rate, (b1, b2) = schedule(config, steps), config.betas
     if config.name == "muon":
-        step = optax.contrib.muon(rate, adam_b1=b1, adam_b2=b2, weight_decay=config.weight_decay)
+        sides = None
+        if matrices is not None:
+            stored = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+            sides = {name: stored if matrix else None for name, matrix in matrices.items()}
+        step = optax.contrib.muon(
+            rate,
+            adam_b1=b1,
+            adam_b2=b2,
+            weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=sides,
+            consistent_rms=None if matrices is None else 0.2,
+        )
     else:
-        step = optax.adamw(rate, b1, b2, weight_decay=config.weight_decay)
+        step = optax.adamw(rate, b1, b2, weight_decay=config.weight_decay, mask=matrices)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     whole = optax.chain(*clip, step)
     return whole if config.accumulate == 1 else optax.MultiSteps(whole, config.accumulate).gradient_transformation()
