@@ -1,7 +1,10 @@
 """Gradients of every adapter of tiny-k3, all nine layers, above the packed base.
 
-    PYTHONPATH=tests python tests/bench/gradients.py            # float64: finite differences, and autodiff through a dequantised base
-    PYTHONPATH=tests python tests/bench/gradients.py --meshes   # float32: eight meshes and strategies against one device
+    PYTHONPATH=tests python tests/bench/gradients.py            # float64
+    PYTHONPATH=tests python tests/bench/gradients.py --meshes   # float32
+
+In float64 by finite differences, and against autodiff through a dequantised base; in float32 three meshes with both
+expert strategies against one device.
 
 Prints the largest relative differences; exits with 1 where one is over its limit.
 """
