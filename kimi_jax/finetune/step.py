@@ -51,17 +51,19 @@ class TrainState:
 def state_layout(spec: ModelSpec, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes, dtypes and shardings of a state, nothing allocated.
 
-    An optimizer's means and sums lie as what they belong to, everything else on every device.
+    An optimizer's arrays that stand under an adapter's name in its shape lie as it does, all others on every device.
     """
     whole = array_sharding("step", (), (), spec.mesh)
     adapters = nest({name: like for name, (like, _) in adapter_layout(spec).items()})
-    state = optax.tree_map_params(
-        optimizer,
-        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
-        jax.eval_shape(optimizer.init, adapters),
-        adapters,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-    )
+    known = dict(jax.tree.leaves_with_path(adapters))
+
+    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        owners = (known[path[at:]] for at in range(len(path)) if path[at:] in known)
+        like = next(owners, None)
+        at = like.sharding if like is not None and like.shape == x.shape else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+    state = jax.tree.map_with_path(place, jax.eval_shape(optimizer.init, adapters))
     return TrainState(adapters, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
 
 

@@ -1,6 +1,7 @@
 """The routed experts: sort token copies by expert, apply each expert's MLP to its rows, sum back by weight."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,40 @@ def sorted_copies(expert: Int[Array, " M"]) -> tuple[Int[Array, " M"], Int[Array
     """Which copy comes at each place when copies of tokens are sorted by expert, and the place of each copy."""
     order = jnp.argsort(expert, stable=True)
     return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def copies_of(
+    per_token: int, z: Float[Array, "T L"], order: Int[Array, " M"], back: Int[Array, " M"]
+) -> Float[Array, "M L"]:
+    """The rows of `z`, `per_token` copies of each, in the order of `sorted_copies`.
+
+    The gradient of a row is gathered from its copies, where plain differentiation would scatter them.
+    """
+    return z[jax.lax.div(order, jnp.asarray(per_token, order.dtype))]
+
+
+def _copies_forward(per_token: int, z: Array, order: Array, back: Array) -> tuple[Array, Array]:
+    return copies_of(per_token, z, order, back), back
+
+
+def _copies_backward(per_token: int, back: Array, gradient: Array) -> tuple[Array, None, None]:
+    parts = gradient[back].reshape((-1, per_token, gradient.shape[-1]))
+    return jnp.sum(at_least_float32(parts), axis=1).astype(gradient.dtype), None, None
+
+
+copies_of.defvjp(_copies_forward, _copies_backward)
+
+
+@jax.custom_vjp
+def put_back(x: Float[Array, "M L"], order: Int[Array, " M"], back: Int[Array, " M"]) -> Float[Array, "M L"]:
+    """What `copies_of` made, in the places that the copies came from; its gradient is gathered too."""
+    return x[back]
+
+
+put_back.defvjp(
+    lambda x, order, back: (put_back(x, order, back), order), lambda order, gradient: (gradient[order], None, None)
+)
 
 
 def adapted_matmul(
@@ -71,10 +106,10 @@ def routed_experts(
     local = jnp.where((local >= 0) & (local < held), local, held)
     order, back = sorted_copies(local)  # experts in order, the copies for those not held here last
     group_sizes = jnp.bincount(local, length=held + 1)[:held]
-    rows = z[jax.lax.div(order, jnp.asarray(per_token, order.dtype))]
+    rows = copies_of(per_token, z, order, back)
     hidden = activate(
         adapted_matmul(rows, experts["w1"], group_sizes), adapted_matmul(rows, experts["w3"], group_sizes)
     )
     out = at_least_float32(adapted_matmul(hidden, experts["w2"], group_sizes))
-    copies = out[back].reshape((tokens, per_token, -1))
+    copies = put_back(out, order, back).reshape((tokens, per_token, -1))
     return jnp.sum(copies * weight.astype(out.dtype)[..., None], axis=1)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.grouped_matmul import num_experts as held_experts
-from kimi_jax.ops.routed_experts import sorted_copies
+from kimi_jax.ops.routed_experts import copies_of, put_back, sorted_copies
 from kimi_jax.parallel.ragged import exchange
 from kimi_jax.parallel.sharding import TABLE, active_mesh, active_strategy, divided
 
@@ -129,7 +129,7 @@ def _dispatch(
     experts_of = index.reshape(-1)
     order, back = sorted_copies(experts_of)  # by expert, hence by device; padding last
     sorted_experts = experts_of[order]
-    copies = z[jax.lax.div(order, jnp.asarray(per_row, order.dtype))]
+    copies = copies_of(per_row, z, order, back)
     counts = jnp.bincount(jax.lax.div(experts_of, jnp.asarray(held, experts_of.dtype)), length=mesh.size + 1)[:-1]
     capacity = max(8, -(-RECEIVE_FACTOR * share * per_row // 8) * 8)
 
@@ -141,7 +141,7 @@ def _dispatch(
     native = mesh.devices.flat[0].platform != "cpu"
     counts = counts.astype(jnp.int32)
     done = exchange(serve, experts, copies, sorted_experts, counts, capacity, num_experts, owners, native)
-    parts = done[back].reshape((share, per_row, -1))
+    parts = put_back(done, order, back).reshape((share, per_row, -1))
     out = jnp.sum(parts * weight.astype(parts.dtype)[..., None], axis=1)
     if sharers:
         # The rows of the devices that shared them out: M·L·4 bytes over the size of `split`.
