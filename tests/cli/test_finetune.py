@@ -1,4 +1,4 @@
-"""`kimi-jax finetune` as its user runs it, on a synthetic model of two layers: trained, used, gone on with, merged."""
+"""`kimi-jax finetune` as its user runs it, on a synthetic model of two layers: trained, gone on with, merged."""
 
 import json
 
@@ -11,6 +11,7 @@ SETTINGS = """
 [run]
 steps = 4
 save_every = 2
+drift_every = 0
 [lora]
 rank = 2
 targets = ["q_proj", "experts"]
@@ -40,29 +41,24 @@ def files(vocabulary):
 
 
 @pytest.mark.usefixtures("optax_promotion")
-def test_train_generate_and_merge(run, files):
+def test_train_go_on_and_merge(run, files):
     model, out, data = files / "model", files / "run", files / "train.jsonl"
     options = ("--data", data, "--config", files / "settings.toml", "--out", out, "--dtype", "float32")
-    code, printed, error = run("finetune", model, *options, "--held-out", data, "--steps", "3")
+    code, printed, error = run("finetune", model, *options, "--steps", "3")
     assert code == 0, error
     assert printed.splitlines()[-1] == f"{out / 'adapters'}: adapters of step 3"
     assert f"{data}: line 2: not JSON" in error
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics] == [1, 2, 3, 3]
-    wanted = {"loss", "gradient_norm", "tokens_per_second", "router_max_load", "router_entropy", "router_drift"}
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    wanted = {"loss", "gradient_norm", "tokens_per_second", "router_max_load", "router_entropy"}
     assert wanted <= metrics[0].keys()
     adapter = json.loads((out / "adapters" / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (2, 32)
 
-    code, _, error = run("finetune", model, *options, "--held-out", data, "--steps", "4")
+    code, _, error = run("finetune", model, *options, "--steps", "4")
     assert code == 1
     assert "started with run" in error
 
-    prompt = ("--prompt-ids", "5", "6", "7", "--max-new-tokens", "4", "--dtype", "float32", "--json")
-    plain, adapted = (
-        json.loads(run("generate", model, *more, *prompt)[1])["logprobs"] for more in ((), ("--adapters", out))
-    )
-    assert plain != adapted
     code, _, error = run("merge", model, out, files / "merged")
     assert code == 1
     assert "ask for it with --experts" in error
