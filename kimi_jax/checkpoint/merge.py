@@ -109,6 +109,7 @@ class _Updates:
     arrays: Mapping[str, np.ndarray]
     sums: dict[int, np.ndarray] = field(default_factory=dict)
     _last: tuple[str, dict[str, np.ndarray]] = ("", {})
+    _counted: set[str] = field(default_factory=set)
 
     def _change(self, tensor: StoredTensor, rows: slice = slice(None)) -> np.ndarray:
         """`scale · B A` of rows of a stored weight, float64."""
@@ -130,14 +131,15 @@ class _Updates:
     def packed(self, name: str, tensor: StoredTensor, kind: str) -> Iterator[np.ndarray]:
         """The new codes or scales (`kind`) of one expert's projection."""
         base = name.removesuffix(kind)
-        if self._last[0] != base:  # scales follow codes
+        if self._last[0] != base:
             codes, scale = (self.source.files.read(f"{base}{part}") for part in ("weight_packed", "weight_scale"))
             old = dequantize_on_host(codes, scale).astype(np.float64)
             change = self._change(tensor)
             new = dict(zip(("weight_packed", "weight_scale"), quantize((old + change).astype(np.float32)), strict=True))
             self._last = base, new
             lost = change - (dequantize_on_host(*new.values()).astype(np.float64) - old)
-            if kind == "weight_packed":
+            if base not in self._counted:  # codes and scales may stand in either order, and apart
+                self._counted.add(base)
                 sums = self.sums.setdefault(int(str(tensor.param).split(".")[1]), np.zeros(2))
                 sums += np.sum(lost**2), np.sum(change**2)
         yield self._last[1][kind]

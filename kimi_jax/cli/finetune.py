@@ -19,7 +19,8 @@ from kimi_jax.finetune.data.batches import Batch, Batches
 from kimi_jax.finetune.data.documents import Documents
 from kimi_jax.finetune.data.errors import DataError
 from kimi_jax.finetune.optimizer import make_optimizer
-from kimi_jax.finetune.run import RunError, run_finetuning
+from kimi_jax.finetune.run import open_finetuning, run_finetuning
+from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.finetune.settings import FinetuneConfig, read_settings
 from kimi_jax.finetune.targets import adapter_spec
 from kimi_jax.finetune.trainer import Trainer, process_rows
@@ -58,7 +59,10 @@ class Finetune(ModelFlags):
         try:
             if self.steps is not None:
                 config = replace(config, run=replace(config.run, steps=self.steps))
-            adapter_spec(model_config, config.lora)  # a wrong target is told before hours of loading
+            if self.adapters is not None:
+                remark("training goes on from the given adapters: of [lora] only the dropout is used")
+            else:
+                adapter_spec(model_config, config.lora)  # a wrong target is told before hours of loading
         except ValueError as error:
             raise UsageError(str(error)) from None
         tokenizer = Tokenizer.from_directory(directory, expected_vocab_size=model_config.vocab_size)
@@ -89,17 +93,32 @@ class Finetune(ModelFlags):
         def held_out() -> Iterator[Batch]:
             assert held is not None
             return Batches(
-                held, rows=rows, length=length, shuffle=False, epochs=1, process_index=index, process_count=count
+                held,
+                rows=rows,
+                length=length,
+                packing=config.data.packing,
+                shuffle=False,
+                epochs=1,
+                process_index=index,
+                process_count=count,
             )
 
-        model = self.load(directory, mesh)
-        trainer = Trainer(model, config.lora, make_optimizer(config.optimizer, config.run.steps), config.run.seed)
+        ways = 1 if mesh is None else mesh.shape["data"]
+        if rows % ways:
+            raise UsageError(f"rows {rows} of a batch cannot be divided over data={ways}")
         origin = {
             "model": str(directory.resolve()),
+            "adapters": None if self.adapters is None else str(self.adapters.resolve()),
             "dtype": self.dtype,
             "dense_weights": self.dense_weights,
             "data": [str(path.resolve()) for path in self.data],
         }
+        try:
+            open_finetuning(self.out, config, origin)
+        except RunError as error:
+            raise CommandError(str(error)) from None
+        model = self.load(directory, mesh)
+        trainer = Trainer(model, config.lora, make_optimizer(config.optimizer, config.run.steps), config.run.seed)
         remark(f"{count_numbers(trainer):,} numbers are trained; the first step compiles")
         with run_progress(config.run.steps, self.out / "tensorboard" if self.tensorboard else None) as progress:
             self._train(trainer, config, batches, held_out if held is not None else None, origin, progress)

@@ -60,10 +60,12 @@ def run_progress(steps: int, tensorboard: Path | None) -> Iterator[RunProgress]:
     )
     writer = _writer(tensorboard) if tensorboard is not None and prints() else None
     console = Console(stderr=True, soft_wrap=True, quiet=not prints())
-    with Progress(*columns, console=console, disable=not (prints() and console.is_terminal)) as bar:
-        yield RunProgress(bar, bar.add_task("", total=steps, metrics="compiling"), steps, writer)
-    if writer is not None:
-        writer.close()
+    try:
+        with Progress(*columns, console=console, disable=not (prints() and console.is_terminal)) as bar:
+            yield RunProgress(bar, bar.add_task("", total=steps, metrics="compiling"), steps, writer)
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _writer(directory: Path) -> Any:

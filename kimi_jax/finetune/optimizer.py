@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import optax
@@ -32,9 +33,19 @@ class OptimizerConfig:
     """Batches whose gradients are averaged for one step."""
 
     def __post_init__(self) -> None:
-        for name, least in (("learning_rate", 0), ("warmup_steps", 0), ("clip_norm", 0), ("accumulate", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"optimizer: {name} {getattr(self, name)} must be at least {least}")
+        for name, least, most in (
+            ("learning_rate", 0, inf),
+            ("warmup_steps", 0, inf),
+            ("final_share", 0, 1),
+            ("weight_decay", 0, inf),
+            ("clip_norm", 0, inf),
+            ("accumulate", 1, inf),
+        ):
+            value = getattr(self, name)
+            if not (least <= value <= most and value < inf):
+                raise ValueError(f"optimizer: {name} {value} must be at least {least}, finite, and at most {most}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer: betas {self.betas} must lie in [0, 1)")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -8,7 +8,7 @@ RUN/checkpoint/      the model as a Hugging Face checkpoint, at the end
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from kimi_jax.finetune.initial import initial_params
 from kimi_jax.finetune.loss import next_token_loss
 from kimi_jax.finetune.optimizer import OptimizerConfig, make_optimizer
 from kimi_jax.finetune.router_statistics import choices_of, expert_counts, router_load
+from kimi_jax.finetune.run_directory import open_run
 from kimi_jax.finetune.windows import Text, evaluation_rows, read_text, training_rows
 from kimi_jax.model.model import ModelSpec, Params, abstract_params, computing, nest
 
@@ -66,6 +67,9 @@ class TextConfig:
         for name in ("rows", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"text: {name} {getattr(self, name)} must be at least 1")
+        for name in ("train", "held_out"):
+            if not getattr(self, name):
+                raise ValueError(f"text: {name} names no file")
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ class Pretraining:
         self.held_out = read_text(config.text.held_out, self.tokenizer)
         shapes = {name: struct.shape for name, (struct, _) in abstract_params(self.spec.config).items()}
         matrices = {n: is_matrix(n, len(shape)) for n, shape in shapes.items() if not n.endswith(_BIAS)}
+        training_rows(self.text.ids, config.text.length, 1, 0, 0)  # a text too short for a row is told here
         self.optimizer = make_optimizer(config.optimizer, config.run.steps, matrices)
         self._update = jax.jit(self._updated, donate_argnums=(0, 1))
 
@@ -215,7 +220,9 @@ class Pretraining:
         `report` is called with each line of the metrics.
         """
         run = self.config.run
-        self.out.mkdir(parents=True, exist_ok=True)
+        origin = {"text": self.text.size, "tokens": len(self.text.ids), "vocabulary": self.tokenizer.vocab_size}
+        saved = (self.out / "state.npz").exists()
+        open_run(self.out, {"origin": origin, "model": self.raw_config, "settings": asdict(self.config)}, saved)
         state, done = self._resume()
         since, before = time.perf_counter(), done
         for step in range(done + 1, run.steps + 1):

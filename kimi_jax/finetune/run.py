@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from kimi_jax.checkpoint.adapters import write_adapters
 from kimi_jax.checkpoint.manifest import write_durably
 from kimi_jax.finetune.data.batches import Batch, Batches
+from kimi_jax.finetune.run_directory import RunError, open_run
 from kimi_jax.finetune.settings import FinetuneConfig
 from kimi_jax.finetune.trainer import Trainer
 from kimi_jax.model.adapters import fetch_adapters
@@ -28,8 +29,14 @@ Metrics = Mapping[str, Any]
 Report = Callable[[Metrics], None]
 
 
-class RunError(Exception):
-    """A run directory that cannot be gone on with. Its text says why and what to do."""
+def open_finetuning(directory: str | Path, config: FinetuneConfig, origin: Mapping[str, Any]) -> None:
+    """Makes the directory of a run, or finds that its run is this one; see `open_run`.
+
+    `origin`: what else the run depends on (model, files), as JSON has it.
+    """
+    saves = Path(directory) / "checkpoints"
+    saved = saves.is_dir() and any(path.name.isdecimal() for path in saves.iterdir())
+    open_run(directory, {"origin": dict(origin), "settings": asdict(config)}, saved)
 
 
 def run_finetuning(
@@ -56,57 +63,50 @@ def run_finetuning(
     """
     directory = Path(directory).absolute()
     steps = config.run.steps
-    _open(directory, {"origin": dict(origin), "settings": asdict(config)})
+    open_finetuning(directory, config, origin)
+    base_model = origin.get("model")
     options = ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, create=True)
     with ocp.CheckpointManager(directory / "checkpoints", options=options) as saves:
         done = _restore(saves, trainer, batches)
         log = _Log(directory / "metrics.jsonl", done, report)
         if done:
             log.remark(f"going on behind step {done}")
+            _write_adapters(trainer, directory / "adapters", base_model)
         waiting: tuple[int, dict[str, Any]] | None = None
+
+        def save(step: int) -> None:
+            _save(saves, step, trainer, batches)
+            _write_adapters(trainer, directory / "adapters", base_model)
+            log.restart()
+
         for step in range(done + 1, steps + 1):
             batch = next(batches, None)
             if batch is None:
-                raise RunError(f"the data ends at step {step - 1} of {steps}; give more epochs or fewer steps")
+                if waiting is not None:
+                    log.step(*waiting)
+                    save(step - 1)
+                raise RunError(f"the data ends at step {step - 1} of {steps}, which is saved; ask for fewer steps")
             drift = config.run.drift_every > 0 and step % config.run.drift_every == 0
             found = trainer.step(batch, drift)
             # The line of a step is written while the next one runs.
             if waiting is not None:
                 log.step(*waiting)
-            waiting = step, found
-            last = step == steps
-            if _is_due(step, config.run.save_every, last):
+            waiting, last = (step, found), step == steps
+            evaluates = held_out is not None and config.run.evaluate_every > 0
+            evaluates = evaluates and _is_due(step, config.run.evaluate_every, last)
+            saves_now = _is_due(step, config.run.save_every, last)
+            if evaluates or saves_now:
                 log.step(*waiting)
                 waiting = None
-                _save(saves, step, trainer, batches, directory / "adapters")
-            if held_out is not None and config.run.evaluate_every and _is_due(step, config.run.evaluate_every, last):
+            if evaluates and held_out is not None:  # before the save: a run goes on behind both
                 log.evaluation(step, trainer.evaluate(held_out()))
+            if saves_now:
+                save(step)
         saves.wait_until_finished()
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:
     return last or step % every == 0
-
-
-def _open(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Makes the directory, or compares what its run was started with."""
-    path, wanted = directory / "run.json", json.loads(json.dumps(settings))
-    if path.is_file():
-        found = json.loads(path.read_text())
-        for section in wanted:
-            for name in {**found.get(section, {}), **wanted[section]}:
-                old, new = (x.get(section, {}).get(name) for x in (found, wanted))
-                if old != new:
-                    raise RunError(
-                        f"{directory}: the run there was started with {name} {old!r}, now it is {new!r}; "
-                        "go on with the same, or choose another directory"
-                    )
-        return
-    if directory.is_dir() and any(directory.iterdir()):
-        raise RunError(f"{directory} is not empty and holds no run (no run.json); choose another directory")
-    if jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(wanted, indent=1).encode())
 
 
 def _restore(saves: ocp.CheckpointManager, trainer: Trainer, batches: Batches) -> int:
@@ -123,15 +123,18 @@ def _restore(saves: ocp.CheckpointManager, trainer: Trainer, batches: Batches) -
     return step
 
 
-def _save(saves: ocp.CheckpointManager, step: int, trainer: Trainer, batches: Batches, adapters: Path) -> None:
+def _save(saves: ocp.CheckpointManager, step: int, trainer: Trainer, batches: Batches) -> None:
     args = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state), data=ocp.args.JsonSave(batches.state()))
     if step not in saves.all_steps():
-        saves.save(step, args=args)
+        saves.save(step, args=args, force=True)
         saves.wait_until_finished()  # an error of the background thread ends the run here
+
+
+def _write_adapters(trainer: Trainer, directory: Path, base_model: str | None) -> None:
     assert trainer.spec.adapters is not None
     arrays = fetch_adapters(trainer.spec, trainer.state.adapters)
     if jax.process_index() == 0:
-        write_adapters(adapters, trainer.spec.config, trainer.spec.adapters, arrays)
+        write_adapters(directory, trainer.spec.config, trainer.spec.adapters, arrays, base_model=base_model)
 
 
 class _Log:
@@ -159,6 +162,10 @@ class _Log:
     def evaluation(self, step: int, loss: float) -> None:
         """Writes the loss of the held-out data."""
         self._write({"step": step, "held_out_loss": loss})
+        self.restart()
+
+    def restart(self) -> None:
+        """What took time until now was no step."""
         self.time = time.perf_counter()
 
     def _write(self, line: Metrics) -> None:

@@ -34,6 +34,11 @@ class DataConfig:
     on_error: Literal["skip", "fatal"] = "skip"
     """What becomes of a broken line."""
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data: {name} {getattr(self, name)} must be at least 1")
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -98,6 +103,11 @@ def _from_table(kind: Any, table: Mapping[str, Any], where: str) -> Any:
             values[name] = _from_table(hint, value, place)
         else:
             values[name] = _value(hint, value, place)
+    missing = dataclasses.MISSING
+    needed = [x.name for x in dataclasses.fields(kind) if x.default is missing and x.default_factory is missing]
+    absent = [name for name in needed if name not in values]
+    if absent:
+        raise ConfigError(f"{where}: {', '.join(absent)} must be given")
     try:
         return kind(**values)
     except ValueError as error:

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from math import inf
 
-import jax.numpy as jnp
-
+from kimi_jax.checkpoint.adapters import adaptable_names
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.lora import AdapterSpec, adaptable
-from kimi_jax.model.transformer import Transformer
+from kimi_jax.model.lora import AdapterSpec
 
 GROUPS = {
     "attention": ("*.self_attn.*_proj", "*.self_attn.kv_a_proj_with_mqa"),
@@ -33,11 +31,14 @@ class LoRAConfig:
     """Groups (attention, shared_experts, experts, latent, mlp, head), module names (q_proj, self_attn.o_proj) or
     patterns over whole names (layers.[0-3].*)."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that a training step sets to zero; not of the routed experts' adapters."""
+    """Share of an adapter's inputs that a training step sets to zero; not of the adapters of routed experts and
+    of kv_b_proj."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"lora: rank {self.rank} must be at least 1")
+        if not 0 < self.alpha < inf:
+            raise ValueError(f"lora: alpha {self.alpha} must be above 0 and finite")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora: dropout {self.dropout} must lie in [0, 1)")
         if not self.targets:
@@ -49,7 +50,7 @@ def adapter_spec(config: ModelConfig, lora: LoRAConfig) -> AdapterSpec:
 
     **Raises:** `ValueError` naming a target that fits no module, and what there is.
     """
-    names = _adaptable_names(config)
+    names = adaptable_names(config)
     chosen: set[str] = set()
     for target in lora.targets:
         patterns = GROUPS.get(target, (target, f"*.{target}"))
@@ -63,8 +64,3 @@ def adapter_spec(config: ModelConfig, lora: LoRAConfig) -> AdapterSpec:
         chosen |= found
     scale = lora.alpha / lora.rank
     return AdapterSpec(tuple((name, lora.rank, scale) for name in chosen))
-
-
-@cache
-def _adaptable_names(config: ModelConfig) -> tuple[str, ...]:
-    return tuple(name for name, _ in adaptable(Transformer(config, jnp.dtype(jnp.bfloat16))))

@@ -33,6 +33,7 @@ class Trainer:
         self._model, self.spec = model, model.spec
         self.optimizer, self.rate = optimizer, lora.dropout
         self.base, adapters = split_params(model.params)
+        adapters = jax.tree.map(lambda x: x.copy(), adapters)  # a step gives up its own
         self.state: TrainState = init_state(self.spec, optimizer, adapters)
         self.key = jax.random.key(seed)
 

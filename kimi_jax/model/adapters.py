@@ -42,11 +42,6 @@ def add_adapters(model: Model, adapters: AdapterSpec, seed: int) -> Model:
     return with_adapters(model, adapters, _initial_values(seed, _half_shapes(spec)))
 
 
-def without_adapters(model: Model) -> Model:
-    """The model below the adapters."""
-    return replace(model, spec=replace(model.spec, adapters=None), params=split_params(model.params)[0])
-
-
 def adapter_layout(spec: ModelSpec) -> dict[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
     """Every array of the adapters by its name in `params`: shape, dtype and sharding, and the halves it holds."""
     layout = param_layout(spec.config, spec.loop, spec.dense_weights, spec.adapters)

@@ -187,3 +187,13 @@ def test_what_cannot_be_merged(tiny, tmp_path):
     with pytest.raises(CheckpointError, match="is not empty; choose another directory"):
         merge(directory, tmp_path / "bad", tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_may_stand_before_codes(edited, expert_update, tmp_path):
+    def turn(tensors):
+        turned = sorted(tensors.items(), key=lambda item: item[0].endswith("weight_packed"))
+        tensors.clear()
+        tensors.update(turned)
+
+    with pytest.raises(CheckpointError, match="less than 50% of the update"):
+        merge(edited("tiny-k3", turn), expert_update(1e-3), tmp_path / "out", experts=True)

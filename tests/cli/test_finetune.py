@@ -57,7 +57,7 @@ def test_train_go_on_and_merge(run, files):
 
     code, _, error = run("finetune", model, *options, "--steps", "4")
     assert code == 1
-    assert "started with run" in error
+    assert "started with settings.run.steps 3, now it is 4" in error
 
     code, _, error = run("merge", model, out, files / "merged")
     assert code == 1

@@ -10,7 +10,8 @@ import pytest
 from finetune.conftest import TinyRun
 
 from kimi_jax.finetune.data.errors import DataError
-from kimi_jax.finetune.run import RunError, run_finetuning
+from kimi_jax.finetune.run import run_finetuning
+from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.model.adapters import fetch_adapters
 from kimi_jax.model.model import flatten
 
@@ -73,10 +74,11 @@ def test_directories_that_are_refused(tmp_path, tiny_run: TinyRun):
     (tmp_path / "run" / "run.json").write_text(
         json.dumps({"origin": {"model": "x"}, "settings": json.loads(json.dumps(dataclasses.asdict(tiny_run.config)))})
     )
-    with pytest.raises(RunError, match="started with model 'x', now it is 'y'"):
+    (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(RunError, match=r"started with origin\.model 'x', now it is 'y'"):
         run(tmp_path / "run", origin={"model": "y"})
     longer = dataclasses.replace(tiny_run.config, run=dataclasses.replace(tiny_run.config.run, seed=9))
-    with pytest.raises(RunError, match="started with run"):
+    with pytest.raises(RunError, match=r"started with settings\.run\.seed 0, now it is 9"):
         run(tmp_path / "run", longer)
 
 
