@@ -28,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax.checkpoint.fused_adapters import fused_kind, fused_layer, fused_targets, split_pair
-from kimi_jax.checkpoint.manifest import durable_file, raw_bytes, write_durably
+from kimi_jax.checkpoint.manifest import write_durably
 from kimi_jax.checkpoint.names import LANGUAGE_PREFIX, is_stacked, stored_name
-from kimi_jax.checkpoint.safetensors_file import SafetensorsFile, make_header
+from kimi_jax.checkpoint.safetensors_file import SafetensorsFile
 from kimi_jax.checkpoint.storage import CheckpointError
+from kimi_jax.checkpoint.write import write_tensors
 from kimi_jax.config import ConfigError, ModelConfig, read_json_object
-from kimi_jax.model.lora import HALVES, AdapterSpec, adaptable, is_adapter
-from kimi_jax.model.model import abstract_params
+from kimi_jax.model.adapters import half_shapes
+from kimi_jax.model.lora import HALVES, AdapterSpec, adaptable
 from kimi_jax.model.transformer import Transformer
 
 CONFIG = "adapter_config.json"
@@ -72,12 +73,6 @@ def adapter_folder(directory: str | Path) -> Path:
     raise CheckpointError(f"{directory} holds no adapters: there is no {CONFIG}, nor one in {directory}/adapters")
 
 
-def half_shapes(config: ModelConfig, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the halves by their names, `layers.3.self_attn.q_proj.lora_A`; of routed experts stacked."""
-    params = abstract_params(config, adapters=spec)
-    return {name: struct.shape for name, (struct, _) in params.items() if is_adapter(name)}
-
-
 def write_adapters(
     directory: str | Path,
     config: ModelConfig,
@@ -110,10 +105,7 @@ def write_adapters(
         else:
             tensors[f"{_path(config, module)}.{half}.weight"] = array
     directory.mkdir(parents=True, exist_ok=True)
-    with durable_file(directory / WEIGHTS) as file:
-        file.write(make_header({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
-        for tensor in tensors.values():
-            file.write(raw_bytes(np.asarray(tensor, np.float32)))
+    write_tensors(directory / WEIGHTS, {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()})
     write_durably(directory / CONFIG, json.dumps(_describe(config, spec, base_model), indent=2).encode())
 
 

@@ -39,13 +39,18 @@ def write_checkpoint(
     found = sorted(published_tensors(read, params), key=lambda item: -item[1].itemsize)
     tensors = {prefix + name: array for name, array in found}
     out.mkdir(parents=True, exist_ok=True)
-    with durable_file(out / WEIGHTS) as file:
-        file.write(make_header({name: (_NAMES[array.dtype.name], array.shape) for name, array in tensors.items()}))
-        for array in tensors.values():
-            file.write(raw_bytes(array))
+    write_tensors(out / WEIGHTS, tensors)
     for name, data in files.items():
         write_durably(out / name, data)
     write_durably(out / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes one safetensors file of arrays in their own dtypes, in this order."""
+    with durable_file(path) as file:
+        file.write(make_header({name: (_NAMES[array.dtype.name], array.shape) for name, array in tensors.items()}))
+        for array in tensors.values():
+            file.write(raw_bytes(array))
 
 
 def published_tensors(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

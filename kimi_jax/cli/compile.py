@@ -72,10 +72,11 @@ class Compile:
             config = config if self.layers is None else first_layers(config, self.layers)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
-        steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
         if self.finetune is not None:
             steps = [training_step(read_settings(self.finetune, FinetuneConfig))]
+        else:
+            phases: list[Phase] = ["prefill", "decode"] if self.phase == "both" else [self.phase]
+            steps = [pod_step(pod, phase, self.batch, self.context, self.tokens) for phase in phases]
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         name = name if self.dense_weights == "bf16" else f"{name}-{self.dense_weights}"
         rounded = "" if self.dense_weights == "bf16" else f", dense weights in {self.dense_weights}"

@@ -12,7 +12,7 @@ from kimi_jax.checkpoint.export import export
 from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.verify import verify
 from kimi_jax.cli.job import JobFlags
-from kimi_jax.cli.output import UsageError, emit, named_byte_progress, only_first_prints, parse_bytes
+from kimi_jax.cli.output import UsageError, check_destination, emit, named_byte_progress, only_first_prints, parse_bytes
 from kimi_jax.parallel.launch_environment import Job
 
 
@@ -108,10 +108,7 @@ class Export:
 
     def run(self) -> None:
         """Exports."""
-        try:
-            local_destination(self.out)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_destination(self.out)
         with named_byte_progress() as progress:
             count = export(self.directory, self.out, overwrite=self.overwrite, progress=progress)
         emit(f"{self.out}: {count} safetensors files")

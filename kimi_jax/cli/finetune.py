@@ -1,7 +1,7 @@
 """`kimi-jax finetune`: train adapters of a checkpoint on lines of text or conversations."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +12,14 @@ from kimi_jax.chat.tokenizer import Tokenizer
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
 from kimi_jax.cli.model_flags import ModelFlags
-from kimi_jax.cli.output import CommandError, UsageError, emit, remark
-from kimi_jax.cli.run_progress import RunProgress, run_progress
+from kimi_jax.cli.output import UsageError, emit, remark
+from kimi_jax.cli.run_progress import run_progress
 from kimi_jax.config import ModelConfig
-from kimi_jax.finetune.data.batches import Batch, Batches
+from kimi_jax.finetune.data.batches import Batches
 from kimi_jax.finetune.data.documents import Documents
 from kimi_jax.finetune.data.errors import DataError
 from kimi_jax.finetune.optimizer import make_optimizer
 from kimi_jax.finetune.run import open_finetuning, run_finetuning
-from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.finetune.settings import FinetuneConfig, read_settings
 from kimi_jax.finetune.targets import adapter_spec
 from kimi_jax.finetune.trainer import Trainer, process_rows
@@ -73,39 +72,21 @@ class Finetune(ModelFlags):
         try:
             index, count = process_rows(mesh)
             train = Documents(self.data, tokenizer, **_document_options(config))
-            rows, length = config.data.rows, config.data.length
-            batches = Batches(
-                train,
-                rows=rows,
-                length=length,
-                packing=config.data.packing,
-                shuffle=config.data.shuffle,
-                seed=config.run.seed,
-                process_index=index,
-                process_count=count,
-            )
-            held = Documents(self.held_out, tokenizer, **_document_options(config)) if self.held_out else None
-        except DataError as error:
-            raise CommandError(str(error)) from None
+            data = config.data
+            how: dict[str, Any] = {"rows": data.rows, "length": data.length, "packing": data.packing}
+            how |= {"process_index": index, "process_count": count}
+            batches = Batches(train, shuffle=data.shuffle, seed=config.run.seed, **how)
+            held_out = None
+            if self.held_out:
+                held = Documents(self.held_out, tokenizer, **_document_options(config))
+                held_out = partial(Batches, held, shuffle=False, epochs=1, **how)
+        except DataError:
+            raise
         except ValueError as error:
             raise UsageError(str(error)) from None
-
-        def held_out() -> Iterator[Batch]:
-            assert held is not None
-            return Batches(
-                held,
-                rows=rows,
-                length=length,
-                packing=config.data.packing,
-                shuffle=False,
-                epochs=1,
-                process_index=index,
-                process_count=count,
-            )
-
         ways = 1 if mesh is None else mesh.shape["data"]
-        if rows % ways:
-            raise UsageError(f"rows {rows} of a batch cannot be divided over data={ways}")
+        if data.rows % ways:
+            raise UsageError(f"rows {data.rows} of a batch cannot be divided over data={ways}")
         origin = {
             "model": str(directory.resolve()),
             "adapters": None if self.adapters is None else str(self.adapters.resolve()),
@@ -113,38 +94,17 @@ class Finetune(ModelFlags):
             "dense_weights": self.dense_weights,
             "data": [str(path.resolve()) for path in self.data],
         }
-        try:
-            open_finetuning(self.out, config, origin)
-        except RunError as error:
-            raise CommandError(str(error)) from None
+        open_finetuning(self.out, config, origin)
         model = self.load(directory, mesh)
         trainer = Trainer(model, config.lora, make_optimizer(config.optimizer, config.run.steps), config.run.seed)
-        remark(f"{count_numbers(trainer):,} numbers are trained; the first step compiles")
+        numbers = sum(x.size for x in jax.tree.leaves(trainer.state.adapters))
+        remark(f"{numbers:,} numbers are trained; the first step compiles")
         with run_progress(config.run.steps, self.out / "tensorboard" if self.tensorboard else None) as progress:
-            self._train(trainer, config, batches, held_out if held is not None else None, origin, progress)
-        emit(f"{self.out / 'adapters'}: adapters of step {config.run.steps}")
-
-    def _train(
-        self,
-        trainer: Trainer,
-        config: FinetuneConfig,
-        batches: Batches,
-        held_out: Any,
-        origin: Mapping[str, Any],
-        progress: RunProgress,
-    ) -> None:
-        try:
             run_finetuning(trainer, config, batches, held_out, self.out, origin=origin, report=progress.tell)
-        except (RunError, DataError) as error:
-            raise CommandError(str(error)) from None
+        emit(f"{self.out / 'adapters'}: adapters of step {config.run.steps}")
 
 
 def _document_options(config: FinetuneConfig) -> dict[str, Any]:
     data = config.data
     options = {} if data.thinking is None else {"thinking": data.thinking}
     return {"train_on": data.train_on, "on_error": data.on_error, "options": options, "report": remark}
-
-
-def count_numbers(trainer: Trainer) -> int:
-    """Numbers of the adapters."""
-    return sum(x.size for x in jax.tree.leaves(trainer.state.adapters))

@@ -26,6 +26,8 @@ from kimi_jax.cli.synthesize import Synthesize
 from kimi_jax.cli.tokens import Tokens
 from kimi_jax.cli.train import Train
 from kimi_jax.config import ConfigError
+from kimi_jax.finetune.data.errors import DataError
+from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.parallel.distributed import fail, finish, is_joined
 from kimi_jax.parallel.launch_environment import DistributedError
 from kimi_jax.parallel.mesh import MeshError
@@ -50,6 +52,17 @@ Command = (
     | Annotated[Warmup, tyro.conf.subcommand("warmup")]
 )
 
+FAILURES = (
+    CommandError,
+    ConfigError,
+    CheckpointError,
+    DataError,
+    DistributedError,
+    MeshError,
+    RunError,
+    TokenizerError,
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; wrong options end with `SystemExit(2)`."""
@@ -72,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except UsageError as error:
         ended: tuple[BaseException, int] = error, complain(str(error), 2)
-    except (CommandError, ConfigError, CheckpointError, DistributedError, MeshError, TokenizerError, OSError) as error:
+    except (*FAILURES, OSError) as error:
         ended = error, complain(str(error), 1)
     except KeyboardInterrupt as error:
         ended = error, complain("interrupted", 130)

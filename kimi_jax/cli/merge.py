@@ -6,8 +6,7 @@ from pathlib import Path
 import tyro
 
 from kimi_jax.checkpoint.merge import LEAST_SURVIVAL, merge
-from kimi_jax.checkpoint.storage import local_destination
-from kimi_jax.cli.output import UsageError, console, emit, named_byte_progress, print_table
+from kimi_jax.cli.output import check_destination, console, emit, named_byte_progress, print_table
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,7 @@ class Merge:
 
     def run(self) -> None:
         """Merges, and prints what survived."""
-        try:
-            local_destination(self.out)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_destination(self.out)
         with named_byte_progress() as progress:
             done = merge(
                 self.directory,

@@ -4,12 +4,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
+
+from kimi_jax.checkpoint.storage import local_destination
 
 
 class UsageError(Exception):
@@ -69,6 +72,14 @@ def print_table(out: Console, title: str, columns: Sequence[str], rows: Sequence
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(shown)
     out.print()
+
+
+def check_destination(out: Path) -> None:
+    """**Raises:** `UsageError` where `out` is no place for a checkpoint on a local disk."""
+    try:
+        local_destination(out)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 @contextmanager

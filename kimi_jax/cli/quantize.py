@@ -6,8 +6,7 @@ from pathlib import Path
 import tyro
 
 from kimi_jax.checkpoint.quantize import quantize_checkpoint
-from kimi_jax.checkpoint.storage import local_destination
-from kimi_jax.cli.output import UsageError, console, emit, named_byte_progress, print_table
+from kimi_jax.cli.output import check_destination, console, emit, named_byte_progress, print_table
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,7 @@ class Quantize:
 
     def run(self) -> None:
         """Quantises and prints each layer's error."""
-        try:
-            local_destination(self.out)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_destination(self.out)
         with named_byte_progress() as progress:
             errors = quantize_checkpoint(self.directory, self.out, progress=progress)
         rows = [(str(layer), f"{error:.4f}") for layer, error in errors.items()]

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_jax.cli.output import CommandError, UsageError, emit, remark
+from kimi_jax.cli.output import UsageError, emit, remark
 from kimi_jax.cli.run_progress import run_progress
 from kimi_jax.finetune.pretrain import PretrainConfig, Pretraining
-from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.finetune.settings import read_settings
 
 
@@ -31,8 +30,5 @@ class Train:
             raise UsageError(str(error)) from None
         remark(f"{len(pretraining.text.ids):,} tokens of text; the first step compiles")
         with run_progress(config.run.steps, None) as progress:
-            try:
-                pretraining.run(progress.tell)
-            except RunError as error:
-                raise CommandError(str(error)) from None
+            pretraining.run(progress.tell)
         emit(f"{self.out / 'checkpoint'}: the model of step {config.run.steps}")

@@ -1,5 +1,6 @@
 """Training a small model whole: every parameter in float32, experts unpacked, the router's bias by the load.
 
+RUN/run.json         what it was started with
 RUN/metrics.jsonl    a line every few steps
 RUN/state.npz        parameters, biases and optimizer of the last save
 RUN/checkpoint/      the model as a Hugging Face checkpoint, at the end
@@ -21,7 +22,7 @@ import optax
 from jaxtyping import Array
 
 from kimi_jax.chat.tokenizer import Tokenizer
-from kimi_jax.checkpoint.manifest import durable_file, write_durably
+from kimi_jax.checkpoint.manifest import durable_file
 from kimi_jax.checkpoint.names import is_stacked
 from kimi_jax.checkpoint.write import write_checkpoint
 from kimi_jax.config import ModelConfig, find_config, read_json_object
@@ -30,7 +31,7 @@ from kimi_jax.finetune.initial import initial_params
 from kimi_jax.finetune.loss import next_token_loss
 from kimi_jax.finetune.optimizer import OptimizerConfig, make_optimizer
 from kimi_jax.finetune.router_statistics import choices_of, expert_counts, router_load
-from kimi_jax.finetune.run_directory import open_run
+from kimi_jax.finetune.run_directory import cut_metrics, open_run
 from kimi_jax.finetune.windows import Text, evaluation_rows, read_text, training_rows
 from kimi_jax.model.model import ModelSpec, Params, abstract_params, computing, nest
 
@@ -277,14 +278,12 @@ class Pretraining:
         """The saved state and its step, or the start. Metrics of later steps are dropped: they will come again."""
         state = self.start()
         if not (self.out / "state.npz").exists():
-            self._metrics.unlink(missing_ok=True)
+            cut_metrics(self._metrics, 0)
             return state, 0
         with np.load(self.out / "state.npz") as saved:
             step, *leaves = (saved[name] for name in saved.files)
         tree = jax.tree.structure((state.params, state.biases, state.optimizer))
-        lines = self._metrics.read_text().splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= int(step)]
-        write_durably(self._metrics, "".join(f"{line}\n" for line in kept).encode())
+        cut_metrics(self._metrics, int(step))
         return State(*jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])), int(step)
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from kimi_jax.checkpoint.adapters import write_adapters
-from kimi_jax.checkpoint.manifest import write_durably
 from kimi_jax.finetune.data.batches import Batch, Batches
-from kimi_jax.finetune.run_directory import RunError, open_run
+from kimi_jax.finetune.run_directory import RunError, cut_metrics, open_run
 from kimi_jax.finetune.settings import FinetuneConfig
 from kimi_jax.finetune.trainer import Trainer
 from kimi_jax.model.adapters import fetch_adapters
@@ -143,10 +142,8 @@ class _Log:
     def __init__(self, path: Path, done: int, report: Report) -> None:
         self.path, self.report, self.writes = path, report, jax.process_index() == 0
         self.time = time.perf_counter()
-        if self.writes and path.is_file():
-            lines = path.read_text().splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
-            write_durably(path, "".join(f"{line}\n" for line in kept).encode())
+        if self.writes:
+            cut_metrics(path, done)
 
     def remark(self, text: str) -> None:
         """Says something that is no metric."""

@@ -1,4 +1,4 @@
-"""Directories of runs: made, or found to be of the same run."""
+"""Directories of runs: made, or found to be of the same run; and their metrics."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -43,6 +43,14 @@ def open_run(directory: str | Path, settings: Mapping[str, Any], saved: bool) ->
         fault = fault or ("process 0 refused the run's directory" if refused else "")
     if fault:
         raise RunError(fault)
+
+
+def cut_metrics(path: Path, done: int) -> None:
+    """Leaves the lines of the steps up to `done`: those behind it come again."""
+    if path.is_file():
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
+        write_durably(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _open(directory: Path, wanted: Mapping[str, Any], saved: bool) -> None:

@@ -1,6 +1,7 @@
 """Training the adapters of a loaded model, batch by batch."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import jax
 import numpy as np
@@ -30,10 +31,12 @@ class Trainer:
         """
         if model.spec.adapters is None:
             model = add_adapters(model, adapter_spec(model.config, lora), seed)
+            self.base, adapters = split_params(model.params)
+        else:
+            self.base, adapters = split_params(model.params)
+            adapters = jax.tree.map(lambda x: x.copy(), adapters)  # a step gives up its own
         self._model, self.spec = model, model.spec
         self.optimizer, self.rate = optimizer, lora.dropout
-        self.base, adapters = split_params(model.params)
-        adapters = jax.tree.map(lambda x: x.copy(), adapters)  # a step gives up its own
         self.state: TrainState = init_state(self.spec, optimizer, adapters)
         self.key = jax.random.key(seed)
 
@@ -60,6 +63,7 @@ class Trainer:
         return lost / max(predicted, 1.0)
 
 
+@cache
 def process_rows(mesh: Mesh | None) -> tuple[int, int]:
     """Which of how many equal parts of a batch's rows this process gives to its devices.
 

@@ -8,10 +8,10 @@ from zlib import crc32
 import jax
 import numpy as np
 
+from kimi_jax.config import ModelConfig
 from kimi_jax.model.lora import AdapterSpec, is_adapter
-from kimi_jax.model.model import Model, ModelSpec, Params, flatten, nest, param_layout
+from kimi_jax.model.model import Model, ModelSpec, Params, abstract_params, flatten, nest, placed_layout
 from kimi_jax.parallel.distributed import fetch
-from kimi_jax.parallel.sharding import array_sharding
 
 Values = Callable[[str, tuple[slice, ...]], np.ndarray]
 """A part of half an adapter, by its published name and a slice of each axis, in float32."""
@@ -38,18 +38,12 @@ def with_adapters(model: Model, adapters: AdapterSpec, values: Values) -> Model:
 
 def add_adapters(model: Model, adapters: AdapterSpec, seed: int) -> Model:
     """`model` with new adapters: A uniform in ±in^-1/2 (LoRA's usual start), B zero; the same numbers on every mesh."""
-    spec = replace(model.spec, adapters=adapters)
-    return with_adapters(model, adapters, _initial_values(seed, _half_shapes(spec)))
+    return with_adapters(model, adapters, _initial_values(seed, half_shapes(model.config, adapters)))
 
 
 def adapter_layout(spec: ModelSpec) -> dict[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
     """Every array of the adapters by its name in `params`: shape, dtype and sharding, and the halves it holds."""
-    layout = param_layout(spec.config, spec.loop, spec.dense_weights, spec.adapters)
-    return {
-        key: (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(key, x.shape, axes, spec.mesh)), names)
-        for key, (x, axes, names) in layout.items()
-        if is_adapter(key)
-    }
+    return {key: found for key, found in placed_layout(spec).items() if is_adapter(key)}
 
 
 def place_adapters(spec: ModelSpec, values: Values) -> Params:
@@ -85,13 +79,10 @@ def _initial_values(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> Values:
     return values
 
 
-def _half_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of each half of each adapter by its published name, `layers.3.self_attn.q_proj.lora_A`."""
-    return {
-        name: like.shape if len(names) == 1 else like.shape[1:]
-        for like, names in adapter_layout(spec).values()
-        for name in names
-    }
+def half_shapes(config: ModelConfig, adapters: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the halves by their names, `layers.3.self_attn.q_proj.lora_A`; of routed experts stacked."""
+    params = abstract_params(config, adapters=adapters)
+    return {name: struct.shape for name, (struct, _) in params.items() if is_adapter(name)}
 
 
 def fetch_adapters(spec: ModelSpec, adapters: Params) -> dict[str, np.ndarray]:

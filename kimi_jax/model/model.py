@@ -19,7 +19,7 @@ from kimi_jax.model.decoder import DecoderLayer
 from kimi_jax.model.lora import AdapterSpec, attach_layer
 from kimi_jax.model.segments import segments, stack_places
 from kimi_jax.model.transformer import Transformer
-from kimi_jax.parallel.sharding import Axes, on_mesh
+from kimi_jax.parallel.sharding import Axes, array_sharding, on_mesh
 
 Params = dict[str, Any]
 """Nested dicts; keys joined by '.' are the checkpoint's names without `language_model.` and `model.`."""
@@ -211,6 +211,15 @@ def param_layout(
         names = (*(layout[stack][2] if stack in layout else ()), name)
         layout[stack] = jax.ShapeDtypeStruct((len(names), *struct.shape), struct.dtype), (None, *axes), names
     return layout
+
+
+def placed_layout(spec: ModelSpec) -> dict[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]]:
+    """Shape, dtype and sharding of every array of `params`, adapters among them; and the parameters that it holds."""
+    layout = param_layout(spec.config, spec.loop, spec.dense_weights, spec.adapters)
+    return {
+        key: (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(key, x.shape, axes, spec.mesh)), names)
+        for key, (x, axes, names) in layout.items()
+    }
 
 
 @cache

@@ -24,7 +24,7 @@ from kimi_jax.finetune.targets import adapter_spec
 from kimi_jax.inference.arguments import bucket
 from kimi_jax.inference.caches import cache_placement
 from kimi_jax.inference.functions import extend
-from kimi_jax.model.model import ModelSpec, Params, nest, param_layout
+from kimi_jax.model.model import ModelSpec, Params, nest, placed_layout
 from kimi_jax.ops import (
     grouped_gpu_kernel,
     grouped_kernel,
@@ -207,12 +207,7 @@ def step_arguments(spec: ModelSpec, step: Step) -> tuple[Any, ...]:
 
 
 def _base_params(spec: ModelSpec) -> Params:
-    return nest(
-        {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=array_sharding(name, x.shape, axes, spec.mesh))
-            for name, (x, axes, _) in param_layout(spec.config, spec.loop, spec.dense_weights).items()
-        }
-    )
+    return nest({name: like for name, (like, _) in placed_layout(spec).items()})
 
 
 def lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:

@@ -15,7 +15,6 @@ from kimi_jax.checkpoint.safetensors_file import CheckpointFiles
 from kimi_jax.checkpoint.storage import CheckpointError
 from kimi_jax.config import ConfigError
 
-THREE_LAYERS = Path(__file__).parent / "three-layers.json"
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.3.w2"
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 VALUES = np.concatenate([SIZES, -SIZES])

@@ -3,11 +3,10 @@
 import jax
 import numpy as np
 
-from kimi_jax.checkpoint.adapters import half_shapes
 from kimi_jax.config import ModelConfig
 from kimi_jax.finetune.step import Tokens
 from kimi_jax.finetune.targets import LoRAConfig, adapter_spec
-from kimi_jax.model.adapters import with_adapters
+from kimi_jax.model.adapters import half_shapes, with_adapters
 from kimi_jax.model.model import Model
 
 ALL = ("attention", "shared_experts", "experts", "latent", "mlp", "head")
