@@ -14,7 +14,13 @@ def find_checkpoint(source: Path) -> Path:
     """The checkpoint directory at `source`, or a bundled one for its name."""
     if source.is_dir():
         return source
-    for bundled in (BUNDLED, DEMO):
-        if str(source) == bundled.name:
-            return bundled
+    named = find_source(str(source))
+    if named != str(source):
+        return Path(named)
     raise UsageError(f"{source} is not a directory; the bundled checkpoints are {BUNDLED.name} and {DEMO.name}")
+
+
+def find_source(source: str) -> str:
+    """A directory or URL as it is; a bundled checkpoint's name, where no directory is called so, as its directory."""
+    names = {bundled.name: str(bundled) for bundled in (BUNDLED, DEMO)}
+    return source if Path(source).is_dir() else names.get(source, source)

@@ -136,12 +136,13 @@ def _print(out: Console, title: str, pod: Pod, result: Compiled | Refused) -> No
         size = "" if result.total is None else f"{_verdict(pod, result.total)}: "
         out.print(f"{title}, {work}: {size or 'does not fit: '}{result.reason}", soft_wrap=True, markup=False)
         return
+    held = "adapters, optimizer" if step.phase == "train" else "cache"
     print_table(
         out,
         f"{title}, {work}: {_verdict(pod, result.total)}",
         ("one device", "bytes"),
         [
-            ("arguments: weights, cache, tokens", result.arguments),
+            (f"arguments: weights, {held}, tokens", result.arguments),
             ("temporaries", result.temporaries),
             ("outputs", result.outputs),
             ("aliased: outputs in the arguments' memory", result.aliased),

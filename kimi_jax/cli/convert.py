@@ -11,6 +11,7 @@ from kimi_jax.checkpoint.convert import check_processes, convert
 from kimi_jax.checkpoint.export import export
 from kimi_jax.checkpoint.storage import local_destination
 from kimi_jax.checkpoint.verify import verify
+from kimi_jax.cli.bundled import find_source
 from kimi_jax.cli.job import JobFlags
 from kimi_jax.cli.output import UsageError, check_destination, emit, named_byte_progress, only_first_prints, parse_bytes
 from kimi_jax.parallel.launch_environment import Job
@@ -48,7 +49,7 @@ class Convert:
             raise UsageError(str(error)) from None
         with named_byte_progress() as progress:
             manifest = convert(
-                self.source,
+                find_source(self.source),
                 self.directory,
                 max_memory=max_memory,
                 overwrite=self.overwrite,

@@ -34,9 +34,9 @@ class Finetune(ModelFlags):
     """
 
     directory: tyro.conf.Positional[Path]
-    """A Hugging Face or converted checkpoint directory with tiktoken.model."""
+    """A Hugging Face or converted checkpoint directory with tiktoken.model, or demo-k3 for the bundled one."""
     data: tuple[Path, ...]
-    """Files of JSON lines: {"text": …} or {"messages": […]}."""
+    """Files of JSON lines: {"text": …} or {"messages": […]}; in a job every process reads them all."""
     out: Path
     """Directory of the run: new, or that of a run to go on with."""
     config: Path | None = None
@@ -67,19 +67,24 @@ class Finetune(ModelFlags):
         tokenizer = Tokenizer.from_directory(directory, expected_vocab_size=model_config.vocab_size)
         shape = mesh_shape(self.mesh)
         settings = {name: str(value) for name, value in asdict(replace(self, job=JobFlags())).items()}
-        job = self.job.start(model_config, settings | {"settings": str(asdict(config))})
+        try:
+            train = Documents(self.data, tokenizer, **_document_options(config))
+            held = Documents(self.held_out, tokenizer, **_document_options(config)) if self.held_out else None
+        except DataError:
+            raise
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        settings |= {"settings": str(asdict(config)), "lines of data": train.lines.digest}
+        settings |= {} if held is None else {"lines of held_out": held.lines.digest}
+        job = self.job.start(model_config, settings)
         mesh = job_mesh(job, shape)
         try:
             index, count = process_rows(mesh)
-            train = Documents(self.data, tokenizer, **_document_options(config))
             data = config.data
             how: dict[str, Any] = {"rows": data.rows, "length": data.length, "packing": data.packing}
             how |= {"process_index": index, "process_count": count}
             batches = Batches(train, shuffle=data.shuffle, seed=config.run.seed, **how)
-            held_out = None
-            if self.held_out:
-                held = Documents(self.held_out, tokenizer, **_document_options(config))
-                held_out = partial(Batches, held, shuffle=False, epochs=1, **how)
+            held_out = None if held is None else partial(Batches, held, shuffle=False, epochs=1, **how)
         except DataError:
             raise
         except ValueError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from kimi_jax.checkpoint.merge import LEAST_SURVIVAL, merge
+from kimi_jax.cli.bundled import find_source
 from kimi_jax.cli.output import check_destination, console, emit, named_byte_progress, print_table
 
 
@@ -18,7 +19,8 @@ class Merge:
     """
 
     directory: tyro.conf.Positional[str]
-    """The Hugging Face directory below the adapters, or its URL (gs://…, s3://…; needs the extra kimi_jax[remote])."""
+    """The Hugging Face directory below the adapters, its URL (gs://…, s3://…; needs the extra kimi_jax[remote]), or a
+    bundled checkpoint's name."""
     run_directory: tyro.conf.Positional[Path]
     """A folder with adapter_config.json, or a training run's."""
     out: tyro.conf.Positional[Path]
@@ -33,7 +35,7 @@ class Merge:
         check_destination(self.out)
         with named_byte_progress() as progress:
             done = merge(
-                self.directory,
+                find_source(self.directory),
                 self.run_directory,
                 self.out,
                 experts=self.experts,

@@ -1,13 +1,16 @@
 """The next-token loss, a piece of the sequence at a time: logits of all tokens never exist together."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.model.transformer import Transformer
+from kimi_jax.parallel.sharding import TABLE, active_mesh
 
 PIECE_LOGITS = 1 << 24
-"""Logits that a device holds at a time, about: 64 MiB in float32."""
+"""Logits that a device holds at a time, at most: 64 MiB in float32."""
 
 
 def next_token_loss(
@@ -47,8 +50,10 @@ def next_token_loss(
 
 
 def loss_piece(rows: int, tokens: int, vocab: int) -> int:
-    """Tokens of each row whose logits exist at the same time."""
-    return max(1, min(tokens, PIECE_LOGITS // (rows * vocab)))
+    """Tokens of each row whose logits exist at the same time, on the mesh being traced for."""
+    mesh = active_mesh()
+    ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in TABLE["batch"] + TABLE["vocab"])
+    return max(1, min(tokens, PIECE_LOGITS * ways // (rows * vocab)))
 
 
 def _at(logits: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array, "B T"]:

@@ -47,6 +47,14 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer: betas {self.betas} must lie in [0, 1)")
 
+    def check_steps(self, steps: int) -> None:
+        """Refuses a number of batches of which the last would wait for others. **Raises:** `ValueError`."""
+        if steps % self.accumulate:
+            raise ValueError(
+                f"run: steps {steps} must be a multiple of the optimizer's accumulate {self.accumulate}: the last "
+                f"{steps % self.accumulate} would train nothing"
+            )
+
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by optimizer step, of `steps` batches in all."""

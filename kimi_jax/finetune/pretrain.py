@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from kimi_jax.finetune.initial import initial_params
 from kimi_jax.finetune.loss import next_token_loss
 from kimi_jax.finetune.optimizer import OptimizerConfig, make_optimizer
 from kimi_jax.finetune.router_statistics import choices_of, expert_counts, router_load
-from kimi_jax.finetune.run_directory import cut_metrics, open_run
+from kimi_jax.finetune.run_directory import RunError, cut_metrics, open_run
 from kimi_jax.finetune.windows import Text, evaluation_rows, read_text, training_rows
 from kimi_jax.model.model import ModelSpec, Params, abstract_params, computing, nest
 
@@ -92,7 +93,9 @@ class PretrainRun:
     remat: bool = False
     """Whether the backward pass computes each layer again instead of keeping what happens inside."""
     dense_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the written checkpoint but its experts; bfloat16: where the published layout has it. Experts: float32."""
+    """Of the written checkpoint but its experts; bfloat16: where the published layout has it."""
+    expert_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the experts written; quantize packs either."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "save_every"):
@@ -110,6 +113,9 @@ class PretrainConfig:
     text: TextConfig
     run: PretrainRun
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        self.optimizer.check_steps(self.run.steps)
 
 
 @dataclass
@@ -251,12 +257,12 @@ class Pretraining:
         return bits_per_byte(self.spec, params, self.held_out, text.length, text.rows)
 
     def write(self, state: State) -> Path:
-        """Writes the model as a Hugging Face checkpoint with float32 experts, and the tokenizer beside it."""
-        bfloat16 = np.dtype(ml_dtypes.bfloat16)
+        """Writes the model as a Hugging Face checkpoint, its experts unpacked, and the tokenizer beside it."""
+        bfloat16, run = np.dtype(ml_dtypes.bfloat16), self.config.run
         rounded = {
             name
             for name, (struct, _) in abstract_params(self.spec.config).items()
-            if struct.dtype == bfloat16 and not is_stacked(name) and self.config.run.dense_dtype == "bfloat16"
+            if struct.dtype == bfloat16 and (run.expert_dtype if is_stacked(name) else run.dense_dtype) == "bfloat16"
         }
         values = {name: np.asarray(value) for name, value in (state.params | state.biases).items()}
         params = {name: value.astype(bfloat16) if name in rounded else value for name, value in values.items()}
@@ -280,8 +286,12 @@ class Pretraining:
         if not (self.out / "state.npz").exists():
             cut_metrics(self._metrics, 0)
             return state, 0
-        with np.load(self.out / "state.npz") as saved:
-            step, *leaves = (saved[name] for name in saved.files)
+        try:
+            with (self.out / "state.npz").open("rb") as file, np.load(file) as saved:
+                step, *leaves = (saved[name] for name in saved.files)
+        except (ValueError, EOFError, OSError, BadZipFile) as error:
+            found = f"{self.out / 'state.npz'}: cannot be read: {error}"
+            raise RunError(f"{found}; delete it to start again from step 0, or choose another directory") from None
         tree = jax.tree.structure((state.params, state.biases, state.optimizer))
         cut_metrics(self._metrics, int(step))
         return State(*jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])), int(step)

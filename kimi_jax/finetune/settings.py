@@ -74,6 +74,9 @@ class FinetuneConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
+    def __post_init__(self) -> None:
+        self.optimizer.check_steps(self.run.steps)
+
 
 def read_settings(path: str | Path, kind: type[Settings]) -> Settings:
     """A dataclass of dataclasses from a TOML file's sections; what the file leaves out has its default.

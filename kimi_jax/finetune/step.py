@@ -109,8 +109,8 @@ def train_step(
     - `base`: the parameters without adapters; never differentiated, never written.
     - `state`: donated.
 
-    **Returns:** the next state, and scalars: `loss` (nats a predicted token), `tokens` (predicted), `gradient_norm`,
-    and those of `router_load` and `router_drift`.
+    **Returns:** the next state, and scalars: `loss` (nats a predicted token), `tokens` (read), `predicted` (those that
+    count in the loss), `gradient_norm`, and those of `router_load` and `router_drift`.
     """
     key = jax.random.fold_in(key, state.step)
     predicted = jnp.sum(batch.weights)
@@ -122,7 +122,8 @@ def train_step(
     (loss, chosen), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.adapters)
     updates, after = optimizer.update(gradient, state.optimizer, state.adapters)
     adapters = optax.apply_updates(state.adapters, updates)
-    found = {"loss": loss, "tokens": predicted, "gradient_norm": optax.tree.norm(gradient)}
+    found = {"loss": loss, "tokens": jnp.sum(batch.lengths), "predicted": predicted}
+    found["gradient_norm"] = optax.tree.norm(gradient)
     if chosen:
         real = jnp.arange(batch.tokens.shape[1])[None, :] < batch.lengths[:, None]
         found |= router_load(chosen, real, spec.config.moe.num_experts)

@@ -68,8 +68,20 @@ class Linear(nnx.Module):
             out = out + low_rank(seen, self.lora_A[...], self.lora_B[...], self.lora_scale).astype(out.dtype)
         return out.astype(narrow)
 
+    def extended(self, x: Float[Array, "*lead I"]) -> tuple[Float[Array, "*lead J"], Float[Array, "O J"]]:
+        """Input and matrix in the dtype of `x`, with a column more for each rank of an adapter.
+
+        Their product is `W x + scale · B (A x)`: `[W, scale · B]` and `[x, A x]`.
+        """
+        weight = self.weight[...].astype(x.dtype)
+        if not hasattr(self, "lora_A"):
+            return x, weight
+        inner = project(dropped(x, self.lora_name), self.lora_A[...], wide_dtype(x.dtype)).astype(x.dtype)
+        change = (self.lora_scale * self.lora_B[...]).astype(x.dtype)
+        return jnp.concatenate([x, inner], axis=-1), jnp.concatenate([weight, change], axis=1)
+
     def matrix(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
-        """The matrix itself, as stored; of an adapted one `W + scale · B A`, in `dtype`. Dropout does not reach it."""
+        """The matrix itself, as stored; of an adapted one `W + scale · B A`, rounded to `dtype`."""
         if not hasattr(self, "lora_A"):
             return self.weight[...]
         wide = wide_dtype(dtype)

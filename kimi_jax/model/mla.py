@@ -101,19 +101,24 @@ class MultiHeadLatentAttention(nnx.Module):
         q = constrain("mla q", q.reshape((*q.shape[:2], mla.num_heads, -1)), heads)
 
         entry = self.kv_a_proj_with_mqa(x)
-        c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
-        latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
+        c, extra = self.kv_a_layernorm(entry[..., : mla.kv_rank]), entry[..., mla.kv_rank :]
+        latents = jnp.concatenate([c, extra], axis=-1)
         places = call.positions, call.real, call.round
-        if cache is not None:
+        if cache is None:
+            # An adapter's own columns stand beside the latents: added to the matrix it would be rounded with it.
+            c, kv_b = self.kv_b_proj.extended(c)
+            read = jnp.concatenate([c, extra], axis=-1)
+        else:
             latents = jnp.pad(latents, ((0, 0), (0, 0), (0, cache.latents.shape[-1] - latents.shape[-1])))
-            latents = write_positions(write_rows, cache.latents, latents, *places)
+            latents = read = write_positions(write_rows, cache.latents, latents, *places)
+            kv_b = self.kv_b_proj.matrix(x.dtype)
         index_keys = None
 
-        kv_b = self.kv_b_proj.matrix(x.dtype).reshape((mla.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank))
+        kv_b = kv_b.reshape((mla.num_heads, mla.nope_dim + mla.value_dim, -1))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
-        arrays: dict[str, Any] = {"q": q, "latents": latents, "w_key": w_key, "w_value": w_value}
+        arrays: dict[str, Any] = {"q": q, "latents": read, "w_key": w_key, "w_value": w_value}
         arrays["positions"] = call.positions
         arrays |= {} if call.filled is None else {"filled": call.filled}
         arrays |= {} if call.first is None else {"since": call.first}

@@ -222,7 +222,6 @@ def placed_layout(spec: ModelSpec) -> dict[str, tuple[jax.ShapeDtypeStruct, tupl
     }
 
 
-@cache
 def abstract_params(
     config: ModelConfig, dense_weights: str = "bf16", adapters: AdapterSpec | None = None
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
@@ -231,6 +230,13 @@ def abstract_params(
     They are the published ones, but for what `dense_weights` "int8" or "fp8" rounds and the scales beside it, and for
     adapters.
     """
+    return _declared(config, dense_weights, adapters)
+
+
+@cache  # here, where all arguments are given: a default and the same value written out would be two entries
+def _declared(
+    config: ModelConfig, dense_weights: str, adapters: AdapterSpec | None
+) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes]]:
     state = nnx.split(Transformer(config, jnp.dtype(jnp.bfloat16), False, dense_weights, adapters))[1]
     flat = nnx.to_flat_state(state)
     return {".".join(str(key) for key in path): (leaf.get_value(), leaf.axes) for path, leaf in flat}

@@ -142,7 +142,9 @@ def kda_chunked(
             x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
             return jnp.moveaxis(x.reshape((x.shape[0], spans, SPAN, *x.shape[2:])), 1, 0)
 
-        state, out = jax.lax.scan(_next_span, state, jax.tree.map(cut, inputs))
+        # A backward pass prepares a span's chunks again: they take more room than all that goes in.
+        body = jax.checkpoint(_next_span, prevent_cse=False)
+        state, out = jax.lax.scan(body, state, jax.tree.map(cut, inputs))
         out = jnp.moveaxis(out, 0, 1)
         return out.reshape((out.shape[0], spans * SPAN, *out.shape[3:]))[:, :tokens], state
     state, out = _next_span(state, inputs)

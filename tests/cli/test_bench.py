@@ -37,17 +37,16 @@ def test_operations_belong_to_the_innermost_part():
     assert _part_of_operation("\n".join(lines)) == {"x": "other", "a": "kda", "b": "experts", "c": "other"}
 
 
-def test_bench(checkpoint, tmp_path, capsys):
-    directory = str(checkpoint("tiny-kimi-linear"))
+def test_bench(tmp_path, capsys):
     options = ["--prompt", "64", "--batch", "2", "--context", "16", "--profile", str(tmp_path / "kept"), "--json"]
-    assert main(["bench", directory, *options]) == 0
+    assert main(["bench", "demo-k3", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     (prompt,), (step,) = found["prefill"], found["decode"]
     assert (prompt["batch"], prompt["tokens"], step["batch"], step["context"]) == (1, 64, 2, 16)
     assert step["tokens_per_second"] == pytest.approx(2 / step["seconds"])
     assert step["floor_seconds"] == pytest.approx(step["floor_bytes"] / found["bytes_per_second"])
     for parts in found["seconds_by_part"].values():
-        assert {"kda", "mla", "mlp", "router", "experts", "shared_experts", "head"} <= set(parts)
+        assert {"kda", "mla", "mlp", "residuals", "router", "experts", "shared_experts", "head"} <= set(parts)
         assert all(seconds >= 0 for seconds in parts.values())
     assert len(list((tmp_path / "kept").rglob("*.xplane.pb"))) == 2
 
@@ -66,15 +65,14 @@ def test_wrong_use(checkpoint, options, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_is_warmed_up_is_not_compiled_again(checkpoint, tmp_path, capsys):
+def test_what_is_warmed_up_is_not_compiled_again(tmp_path, capsys):
     mesh = "data=1,tensor=2"
-    directory = str(checkpoint("tiny-kimi-linear"))
     kept = tmp_path / "compiled"
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(kept))
     jax.experimental.compilation_cache.compilation_cache.reset_cache()
     try:
-        assert main(["warmup", directory, "--mesh", mesh, "--max-len", "9", "--tokens", "1", "3", "999"]) == 0
+        assert main(["warmup", "demo-k3", "--mesh", mesh, "--max-len", "9", "--tokens", "1", "3", "999"]) == 0
         warm = sorted(path.name for path in kept.glob("jit_extend*-cache"))
         out = capsys.readouterr().out
         assert len(warm) == 2
@@ -83,7 +81,7 @@ def test_what_is_warmed_up_is_not_compiled_again(checkpoint, tmp_path, capsys):
         assert f"compiled into {kept}" in out
         jax.clear_caches()
         assert (
-            main(["generate", directory, "--mesh", mesh, "--max-new-tokens", "3", "--prompt-ids", "1", "2", "3"]) == 0
+            main(["generate", "demo-k3", "--mesh", mesh, "--max-new-tokens", "3", "--prompt-ids", "1", "2", "3"]) == 0
         )
         assert sorted(path.name for path in kept.glob("jit_extend*-cache")) == warm
     finally:

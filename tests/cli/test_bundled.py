@@ -4,7 +4,7 @@ import pytest
 
 import kimi_jax as kj
 from kimi_jax.chat.tokenizer import Tokenizer
-from kimi_jax.cli.bundled import DEMO, find_checkpoint
+from kimi_jax.cli.bundled import DEMO, find_checkpoint, find_source
 from kimi_jax.cli.main import main
 from kimi_jax.cli.output import UsageError
 from kimi_jax.model.model import flatten
@@ -30,6 +30,15 @@ def test_demo_model_has_its_vocabulary():
     ids = tokenizer.encode("And God said, Let there be light")
     assert tokenizer.decode(ids) == "And God said, Let there be light"
     assert len(ids) < 12
+
+
+def test_a_directory_called_like_a_bundled_checkpoint_is_meant_first(tmp_path, monkeypatch):
+    assert find_source("demo-k3") == str(DEMO)
+    assert find_source("gs://somewhere/demo-k3") == "gs://somewhere/demo-k3"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-k3").mkdir()
+    assert find_source("demo-k3") == "demo-k3"
+    assert find_checkpoint(Path("demo-k3")) == Path("demo-k3")
 
 
 def test_other_names_are_refused():

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from rich.console import Console
+from two_layers import two_layers
 
 from kimi_jax.chat.parser import ContentDelta, OutputParser
 from kimi_jax.chat.render import render
@@ -28,13 +29,18 @@ def shout(text: str) -> str:
 
 
 @pytest.fixture
-def talk(tiny, vocabulary):
-    return Talk(Conversation(tiny("tiny-kimi-linear"), 250), Tokenizer.from_directory(vocabulary), max_new_tokens=3)
+def model(tiny):
+    return two_layers(tiny("tiny-kimi-linear"))
 
 
 @pytest.fixture
-def armed(tiny, vocabulary):
-    talk = Conversation(tiny("tiny-kimi-linear"), 250)
+def talk(model, vocabulary):
+    return Talk(Conversation(model, 250), Tokenizer.from_directory(vocabulary), max_new_tokens=3)
+
+
+@pytest.fixture
+def armed(model, vocabulary):
+    talk = Conversation(model, 250)
     return Talk(talk, Tokenizer.from_directory(vocabulary), effort="low", tools=[make_tool(shout)])
 
 
@@ -77,9 +83,9 @@ def test_ids_of_a_whole_answer_are_kept(talk):
     assert talk.reply(lambda delta: None).prefilled == len(wanted) - len(prompt + answer)
 
 
-def test_retry_forgets_the_answer_and_changes_the_seed(tiny, vocabulary):
+def test_retry_forgets_the_answer_and_changes_the_seed(model, vocabulary):
     sampling = Sampling(temperature=1.0, seed=1)
-    room = Conversation(tiny("tiny-kimi-linear"), 200, sampling)
+    room = Conversation(model, 200, sampling)
     talk = Talk(room, Tokenizer.from_directory(vocabulary), sampling=sampling, max_new_tokens=8)
     assert not talk.take_back()
     talk.say("hello")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,7 @@ from kimi_jax.finetune.balance import moved_bias
 from kimi_jax.finetune.optimizer import OptimizerConfig, make_optimizer
 from kimi_jax.finetune.pretrain import ModelFiles, PretrainConfig, Pretraining, PretrainRun, TextConfig, bits_per_byte
 from kimi_jax.finetune.router_statistics import expert_counts
+from kimi_jax.finetune.run_directory import RunError
 from kimi_jax.finetune.settings import read_settings
 from kimi_jax.finetune.windows import evaluation_rows, read_text, training_rows
 from kimi_jax.model.model import flatten
@@ -99,6 +101,15 @@ def test_resumed_run_equals_uninterrupted(trained, config, tmp_path):
     assert timeless(resumed) == timeless(whole)
 
 
+@pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: whole[: len(whole) // 2]])
+def test_a_damaged_save_is_named(trained, tmp_path, damage):
+    out = shutil.copytree(trained[0].out, tmp_path / "run")
+    save = out / "state.npz"
+    save.write_bytes(damage(save.read_bytes()))
+    with pytest.raises(RunError, match=r"state\.npz: cannot be read: .*; delete it to start again"):
+        run(Pretraining(trained[0].config, out))
+
+
 def test_written_checkpoint_is_the_trained_model(trained):
     pretraining, state = trained
     model = kj.load_model(pretraining.out / "checkpoint", dtype="float32")
@@ -111,13 +122,16 @@ def test_written_checkpoint_is_the_trained_model(trained):
     assert round(bits, 6) == metrics(pretraining)[-1]["held_out_bits_per_byte"]
 
 
-def test_dense_weights_are_written_as_published(trained, tmp_path):
+@pytest.mark.parametrize("experts", ["float32", "bfloat16"])
+def test_weights_are_written_as_asked(trained, tmp_path, experts):
+    """The norms and projections as published, the router's bias in float32 always."""
     pretraining, state = trained
-    config = replace(pretraining.config, run=replace(pretraining.config.run, dense_dtype="bfloat16"))
-    params = dict(flatten(kj.load_model(Pretraining(config, tmp_path).write(state)).params))
+    asked = replace(pretraining.config.run, dense_dtype="bfloat16", expert_dtype=experts)
+    written = Pretraining(replace(pretraining.config, run=asked), tmp_path).write(state)
+    params = dict(flatten(kj.load_model(written).params))
     kept = {name.split(".", 2)[-1] for name, value in params.items() if value.dtype == np.float32}
-    experts = {f"block_sparse_moe.experts.{name}.weight" for name in ("w1", "w2", "w3")}
-    assert kept == experts | {"block_sparse_moe.gate.e_score_correction_bias"}
+    wide = {f"block_sparse_moe.experts.{name}.weight" for name in ("w1", "w2", "w3")}
+    assert kept == {"block_sparse_moe.gate.e_score_correction_bias"} | (wide if experts == "float32" else set())
     np.testing.assert_array_equal(params["norm.weight"], state.params["norm.weight"].astype(jnp.bfloat16))
 
 

@@ -37,6 +37,7 @@ def test_lora_toml_says_the_defaults():
         ('[optimizer]\nname = "sgd"', r"optimizer: name: found 'sgd', wanted one of adamw, muon"),
         ("[optimizer]\nbetas = [0.9]", r"betas: found \[0.9\], wanted a list"),
         ("[run]\nsteps = 0", r"steps 0 must be at least 1"),
+        ("[run]\nsteps = 7\n[optimizer]\naccumulate = 3", r"steps 7 must be a multiple of .* 3: the last 1 would"),
         ("[run\n", r"not TOML"),
     ],
 )

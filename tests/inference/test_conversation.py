@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from two_layers import two_layers
 
 import kimi_jax as kj
 from kimi_jax.inference.conversation import ContextFullError, Conversation
@@ -12,7 +13,7 @@ PROMPT = [5, 301, 17, 44, 9]
 
 @pytest.fixture
 def model(tiny):
-    return tiny("tiny-kimi-linear")
+    return two_layers(tiny("tiny-kimi-linear"))
 
 
 def whole(model, prompt, count):

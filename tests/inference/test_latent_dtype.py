@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from two_layers import two_layers
 
 import kimi_jax as kj
 from kimi_jax.inference.caches import CacheError
@@ -46,7 +47,7 @@ def test_error_of_a_sublayer(tiny, name):
 
 
 def test_saved_and_loaded(tiny, tmp_path):
-    model = tiny("tiny-k3")
+    model = two_layers(tiny("tiny-k3"))
     cache = kj.init_cache(model, 1, 64, latent_dtype="fp8")
     _, cache = kj.decode(model, [7], cache)
     assert cache.latent_dtype == FP8

@@ -17,7 +17,7 @@ from kimi_jax.ops.kda import gated_rms_norm, invert_unit_lower, kda_chunked, kda
 K, V = 16, 24
 ROWS = tuple(product((-100.0, -5.0, -1.0, -1e-4, "mixed", "uniform"), ("from zero", "continued")))
 HEADS = ("random keys", "equal keys")
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 500)
+LENGTHS = (1, 15, 16, 17, 64, 65, 128, 500)
 NAMES = ("q", "k", "v", "g", "beta", "state")
 QUICK = {"xla_backend_optimization_level": 0}  # compiling takes nearly all of the time here
 if jax.__version_info__ < (0, 11):  # newer ones compile faster and have no such option
@@ -336,6 +336,6 @@ def test_no_factor_is_rounded_on_accelerators():
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 0), (0, 64)])
 def test_nothing_gives_nothing(rows, tokens):
     qkvg = [jnp.zeros((rows, tokens, 2, 16))] * 4
-    out, state = kda_chunked(*qkvg, jnp.zeros((rows, tokens, 2)), jnp.ones((rows, 2, 16, 16)))
+    out, state = jax.jit(kda_chunked)(*qkvg, jnp.zeros((rows, tokens, 2)), jnp.ones((rows, 2, 16, 16)))
     assert out.shape == (rows, tokens, 2, 16)
     np.testing.assert_array_equal(state, np.ones((rows, 2, 16, 16)))

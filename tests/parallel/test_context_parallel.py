@@ -13,6 +13,7 @@ from kimi_jax.parallel.mesh import make_mesh
 from kimi_jax.parallel.sharding import on_mesh
 
 MESHES = [{"context": 8}, {"data": 2, "context": 2, "tensor": 2}]
+SEVERAL = ([0, 3, 8, 10, 33], [17, 32])  # where documents begin in each row
 B, S, N, C, R, H, V = 2, 64, 2, 16, 4, 8, 8
 
 
@@ -106,8 +107,9 @@ def test_new_entries_go_to_the_device_that_holds_their_position(mesh):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("documents", [None, ([0, 3, 8, 10, 33], [17, 32])], ids=["one document", "several"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "documents"), [(MESHES[0], SEVERAL), (MESHES[1], SEVERAL), (MESHES[1], None)], ids=["8", "2", "2, one"]
+)
 def test_recurrence_over_tokens(mesh, documents):
     """Against the chunk form on one device, from a state, K ≠ V, padding behind row 1, decays from none to all.
 

@@ -45,15 +45,16 @@ def run(*arguments, **options):
         return job.returncode, out, err
 
 
-def test_generate_gives_the_golden_tokens():
+def test_generate_gives_the_golden_tokens(tiny, golden):
     """4 processes with 2 devices each: `tests/bench/README.md`."""
     processes, devices = 2, 4
-    golden = json.loads((TINY / "continuation.json").read_text())
-    options = ("--mesh", "data=2,tensor=4", "--dtype", "float32", "--max-new-tokens", len(golden["new_ids"]))
-    prompt = ("--stop-ids", "--prompt-ids", *golden["prompt_ids"])
-    code, out, err = run(processes, devices, "generate", TINY, *options, *prompt, program="-m kimi_jax.cli.main")
+    data = golden("tiny-k31")
+    options = ("--mesh", "data=2,tensor=4", "--dtype", "float32", "--max-new-tokens", len(data["greedy_new_ids"]))
+    prompt = ("--stop-ids", "--prompt-ids", *data["greedy_prompt_ids"])
+    directory = tiny.directory("tiny-k31")
+    code, out, err = run(processes, devices, "generate", directory, *options, *prompt, program="-m kimi_jax.cli.main")
     assert code == 0, err
-    assert [int(word) for word in out.split()] == golden["new_ids"], err
+    assert [int(word) for word in out.split()] == data["greedy_new_ids"].tolist(), err
     for index in range(processes):
         assert f"process {index} of {processes}: host " in err
     assert err.count("prompt tokens; the first steps compile") == 1
