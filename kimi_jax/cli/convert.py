@@ -27,7 +27,8 @@ class Convert:
     """
 
     source: tyro.conf.Positional[str]
-    """A Hugging Face directory, or its URL (gs://…, s3://…; needs the extra kimi_jax[remote])."""
+    """A Hugging Face directory, its URL (gs://…, s3://…; needs the extra kimi_jax[remote]), or tiny-k3 or demo-k3 for a
+    bundled one."""
     directory: tyro.conf.Positional[Path]
     """Where the converted checkpoint goes."""
     max_memory: str = "16GB"

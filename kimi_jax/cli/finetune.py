@@ -9,6 +9,7 @@ import jax
 import tyro
 
 from kimi_jax.chat.tokenizer import Tokenizer
+from kimi_jax.checkpoint.adapters import adapter_folder
 from kimi_jax.cli.bundled import find_checkpoint
 from kimi_jax.cli.job import JobFlags, job_mesh, mesh_shape
 from kimi_jax.cli.model_flags import ModelFlags
@@ -18,6 +19,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.finetune.data.batches import Batches
 from kimi_jax.finetune.data.documents import Documents
 from kimi_jax.finetune.data.errors import DataError
+from kimi_jax.finetune.data.lines import Lines
 from kimi_jax.finetune.optimizer import make_optimizer
 from kimi_jax.finetune.run import open_finetuning, run_finetuning
 from kimi_jax.finetune.settings import FinetuneConfig, read_settings
@@ -54,32 +56,36 @@ class Finetune(ModelFlags):
         """Trains."""
         directory = find_checkpoint(self.directory)
         model_config = ModelConfig.from_file(directory)
+        if self.adapters is not None:
+            adapter_folder(self.adapters)  # that there are none is told before anything is made
         config = FinetuneConfig() if self.config is None else read_settings(self.config, FinetuneConfig)
         try:
             if self.steps is not None:
                 config = replace(config, run=replace(config.run, steps=self.steps))
+            config.optimizer.check_steps(config.run.steps)
             if self.adapters is not None:
                 remark("training goes on from the given adapters: of [lora] only the dropout is used")
             else:
                 adapter_spec(model_config, config.lora)  # a wrong target is told before hours of loading
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            raise UsageError(f"{'' if self.config is None else f'{self.config}: '}{error}") from None
         tokenizer = Tokenizer.from_directory(directory, expected_vocab_size=model_config.vocab_size)
         shape = mesh_shape(self.mesh)
         settings = {name: str(value) for name, value in asdict(replace(self, job=JobFlags())).items()}
-        try:
-            train = Documents(self.data, tokenizer, **_document_options(config))
-            held = Documents(self.held_out, tokenizer, **_document_options(config)) if self.held_out else None
-        except DataError:
-            raise
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        settings |= {"settings": str(asdict(config)), "lines of data": train.lines.digest}
-        settings |= {} if held is None else {"lines of held_out": held.lines.digest}
-        job = self.job.start(model_config, settings)
+        files: dict[str, Lines | DataError] = {}
+        for name, paths in (("data", self.data), ("held_out", self.held_out)):
+            try:
+                files |= {name: Lines(paths)} if paths else {}
+            except DataError as error:  # told in the job, where the others hear of it
+                files[name] = error
+        settings |= {f"contents of {name}": x.digest if isinstance(x, Lines) else str(x) for name, x in files.items()}
+        job = self.job.start(model_config, settings | {"settings": str(asdict(config))})
         mesh = job_mesh(job, shape)
         try:
             index, count = process_rows(mesh)
+            train, held = (_documents(files.get(name), config, tokenizer) for name in ("data", "held_out"))
+            if train is None:
+                raise UsageError("--data names no file")
             data = config.data
             how: dict[str, Any] = {"rows": data.rows, "length": data.length, "packing": data.packing}
             how |= {"process_index": index, "process_count": count}
@@ -109,7 +115,10 @@ class Finetune(ModelFlags):
         emit(f"{self.out / 'adapters'}: adapters of step {config.run.steps}")
 
 
-def _document_options(config: FinetuneConfig) -> dict[str, Any]:
+def _documents(lines: Lines | DataError | None, config: FinetuneConfig, tokenizer: Tokenizer) -> Documents | None:
+    if isinstance(lines, DataError):
+        raise lines
     data = config.data
     options = {} if data.thinking is None else {"thinking": data.thinking}
-    return {"train_on": data.train_on, "on_error": data.on_error, "options": options, "report": remark}
+    how: dict[str, Any] = {"train_on": data.train_on, "on_error": data.on_error, "options": options, "report": remark}
+    return None if lines is None else Documents(lines, tokenizer, **how)

@@ -6,7 +6,6 @@ from pathlib import Path
 import tyro
 
 from kimi_jax.checkpoint.quantize import quantize_checkpoint
-from kimi_jax.cli.bundled import find_source
 from kimi_jax.cli.output import check_destination, console, emit, named_byte_progress, print_table
 
 
@@ -19,8 +18,7 @@ class Quantize:
     """
 
     directory: tyro.conf.Positional[str]
-    """A Hugging Face directory, its URL (gs://…, s3://…; needs the extra kimi_jax[remote]), or a bundled checkpoint's
-    name."""
+    """A Hugging Face directory, or its URL (gs://…, s3://…; needs the extra kimi_jax[remote])."""
     out: tyro.conf.Positional[Path]
     """A new directory."""
 
@@ -28,7 +26,7 @@ class Quantize:
         """Quantises and prints each layer's error."""
         check_destination(self.out)
         with named_byte_progress() as progress:
-            errors = quantize_checkpoint(find_source(self.directory), self.out, progress=progress)
+            errors = quantize_checkpoint(self.directory, self.out, progress=progress)
         rows = [(str(layer), f"{error:.4f}") for layer, error in errors.items()]
         print_table(console(), "Rounding of the experts", ("layer", "relative RMS error"), rows)
         emit(f"{self.out}: experts of {len(errors)} layers in MXFP4")

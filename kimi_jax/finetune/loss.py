@@ -10,7 +10,7 @@ from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel.sharding import TABLE, active_mesh
 
 PIECE_LOGITS = 1 << 24
-"""Logits that a device holds at a time, at most: 64 MiB in float32."""
+"""Logits of a piece on a device, where one token of each row is not more: 64 MiB in float32."""
 
 
 def next_token_loss(

@@ -43,7 +43,8 @@ class OptimizerConfig:
         ):
             value = getattr(self, name)
             if not (least <= value <= most and value < inf):
-                raise ValueError(f"optimizer: {name} {value} must be at least {least}, finite, and at most {most}")
+                limit = "finite" if most == inf else f"at most {most}"
+                raise ValueError(f"optimizer: {name} {value} must be at least {least} and {limit}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer: betas {self.betas} must lie in [0, 1)")
 

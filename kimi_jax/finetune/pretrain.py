@@ -7,6 +7,7 @@ RUN/checkpoint/      the model as a Hugging Face checkpoint, at the end
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +34,7 @@ from kimi_jax.finetune.loss import next_token_loss
 from kimi_jax.finetune.optimizer import OptimizerConfig, make_optimizer
 from kimi_jax.finetune.router_statistics import choices_of, expert_counts, router_load
 from kimi_jax.finetune.run_directory import RunError, cut_metrics, open_run
+from kimi_jax.finetune.settings import check_seed
 from kimi_jax.finetune.windows import Text, evaluation_rows, read_text, training_rows
 from kimi_jax.model.model import ModelSpec, Params, abstract_params, computing, nest
 
@@ -101,8 +103,9 @@ class PretrainRun:
         for name in ("steps", "log_every", "evaluate_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run: {name} {getattr(self, name)} must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"run: seed {self.seed} must be at least 0")
+        check_seed(self.seed)
+        if not 0 <= self.bias_rate < math.inf:
+            raise ValueError(f"run: bias_rate {self.bias_rate} must be at least 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,6 @@ class PretrainConfig:
     text: TextConfig
     run: PretrainRun
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-
-    def __post_init__(self) -> None:
-        self.optimizer.check_steps(self.run.steps)
 
 
 @dataclass
@@ -187,6 +187,7 @@ class Pretraining:
     """A run in a folder. `text` and `held_out` are what it reads, `spec` is the model as it is trained."""
 
     def __init__(self, config: PretrainConfig, out: str | Path) -> None:
+        config.optimizer.check_steps(config.run.steps)
         self.config, self.out = config, Path(out)
         self.raw_config = read_json_object(find_config(config.model.config))
         model = ModelConfig.from_dict(self.raw_config)
@@ -286,13 +287,15 @@ class Pretraining:
         if not (self.out / "state.npz").exists():
             cut_metrics(self._metrics, 0)
             return state, 0
+        like, tree = jax.tree.flatten((state.params, state.biases, state.optimizer))
         try:
             with (self.out / "state.npz").open("rb") as file, np.load(file) as saved:
                 step, *leaves = (saved[name] for name in saved.files)
-        except (ValueError, EOFError, OSError, BadZipFile) as error:
-            found = f"{self.out / 'state.npz'}: cannot be read: {error}"
+            if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in like]:
+                raise ValueError(f"it holds {len(leaves)} arrays, not the {len(like)} of this model and optimizer")
+        except (ValueError, TypeError, EOFError, BadZipFile) as error:
+            found = f"{self.out / 'state.npz'}: cannot be used: {error}"
             raise RunError(f"{found}; delete it to start again from step 0, or choose another directory") from None
-        tree = jax.tree.structure((state.params, state.biases, state.optimizer))
         cut_metrics(self._metrics, int(step))
         return State(*jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])), int(step)
 

@@ -7,6 +7,7 @@ RUN/adapters/        the adapters of the last save in PEFT's format
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -58,8 +59,10 @@ def run_finetuning(
     - `origin`: what else the run depends on (model, files), as JSON has it: a run goes on only where it is the same.
     - `report`: is called with each line of the metrics.
 
-    **Raises:** `RunError` for a directory of another run, or that is no run's.
+    **Raises:** `RunError` for a directory of another run, or that is no run's, for a damaged save, and, before anything
+    of it is saved, for a loss or gradient that is no finite number.
     """
+    config.optimizer.check_steps(config.run.steps)
     directory = Path(directory).absolute()
     steps = config.run.steps
     open_finetuning(directory, config, origin)
@@ -114,11 +117,18 @@ def _restore(saves: ocp.CheckpointManager, trainer: Trainer, batches: Batches) -
     if step is None:
         return 0
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.state)
-    saved = saves.restore(
-        step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
-    )
-    trainer.state = saved["state"]
-    batches.restore(saved["data"])
+    try:
+        saved = saves.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
+        )
+        state, position = saved["state"], dict(saved["data"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        path, kept = saves.directory / str(step), [other for other in saves.all_steps() if other < step]
+        back = f"from step {max(kept)}" if kept else "from the beginning"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(f"{path}: cannot be read: {reason}; delete this folder to go on {back}") from None
+    trainer.state = state
+    batches.restore(position)
     return step
 
 
@@ -152,6 +162,12 @@ class _Log:
     def step(self, step: int, found: Mapping[str, Any]) -> None:
         """Waits for a step's numbers and writes them."""
         numbers = {name: float(np.asarray(value)) for name, value in found.items()}
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(numbers[name]):
+                raise RunError(
+                    f"step {step}: {name} is {numbers[name]}; nothing behind the last save is kept: begin a run with a "
+                    "lower learning_rate, or clip_norm"
+                )
         now = time.perf_counter()
         seconds, self.time = now - self.time, now
         self._write({"step": step, **numbers, "tokens_per_second": numbers["tokens"] / seconds, "seconds": seconds})

@@ -1,6 +1,7 @@
 """Directories of runs: made, or found to be of the same run; and their metrics."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,16 @@ def open_run(directory: str | Path, settings: Mapping[str, Any], saved: bool) ->
 def cut_metrics(path: Path, done: int) -> None:
     """Leaves the lines of the steps up to `done`: those behind it come again."""
     if path.is_file():
-        lines = path.read_text().splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
+        kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= done]
         write_durably(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _step(line: str) -> float:
+    """Of a line of metrics; of a damaged one infinity."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _open(directory: Path, wanted: Mapping[str, Any], saved: bool) -> None:
@@ -59,7 +67,9 @@ def _open(directory: Path, wanted: Mapping[str, Any], saved: bool) -> None:
         try:
             found = dict(_leaves(json.loads(path.read_text())))
         except ValueError:
-            raise RunError(f"{path}: not JSON; restore the file, or choose another directory") from None
+            found = {}
+        if "" in found or not found:
+            raise RunError(f"{path}: not a JSON object; restore the file, or choose another directory")
         new = dict(_leaves(wanted))
         for name in sorted(found.keys() | new.keys()):
             if found.get(name) != new.get(name) and not name.endswith(FREE):
@@ -67,6 +77,8 @@ def _open(directory: Path, wanted: Mapping[str, Any], saved: bool) -> None:
                     f"{directory}: the run there was started with {name} {found.get(name)!r}, now it is "
                     f"{new.get(name)!r}; go on with the same, or choose another directory"
                 )
+    elif directory.exists() and not directory.is_dir():
+        raise RunError(f"{directory} is a file; a run wants a directory: choose another name")
     elif not path.is_file() and directory.is_dir() and {x.name for x in directory.iterdir()} - {f".{NAME}.tmp"}:
         raise RunError(f"{directory} is not empty and holds no run (no {NAME}); choose another directory")
     directory.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,12 @@ from kimi_jax.finetune.targets import LoRAConfig
 Settings = TypeVar("Settings")
 
 
+def check_seed(seed: int) -> None:
+    """Refuses what JAX takes for no seed. **Raises:** `ValueError`."""
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"run: seed {seed} must be at least 0 and below 2**63")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Batches of tokens; see `kimi_jax.finetune.data`."""
@@ -61,8 +67,7 @@ class RunConfig:
         for name, least in (("steps", 1), ("evaluate_every", 0), ("save_every", 1), ("keep", 1), ("drift_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"run: {name} {getattr(self, name)} must be at least {least}")
-        if self.seed < 0:
-            raise ValueError(f"run: seed {self.seed} must be at least 0")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,6 @@ class FinetuneConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
-    def __post_init__(self) -> None:
-        self.optimizer.check_steps(self.run.steps)
-
 
 def read_settings(path: str | Path, kind: type[Settings]) -> Settings:
     """A dataclass of dataclasses from a TOML file's sections; what the file leaves out has its default.
@@ -87,6 +89,8 @@ def read_settings(path: str | Path, kind: type[Settings]) -> Settings:
         table = tomllib.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; wanted a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     return _from_table(kind, table, str(path))
@@ -114,7 +118,8 @@ def _from_table(kind: Any, table: Mapping[str, Any], where: str) -> Any:
     try:
         return kind(**values)
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        section = where.rpartition(": ")[2]
+        raise ConfigError(f"{where}: {str(error).removeprefix(f'{section}: ')}") from None
 
 
 def _value(hint: Any, value: Any, place: str) -> Any:

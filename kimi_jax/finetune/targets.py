@@ -31,7 +31,8 @@ class LoRAConfig:
     """Groups (attention, shared_experts, experts, latent, mlp, head), module names (q_proj, self_attn.o_proj) or
     patterns over whole names (layers.[0-3].*)."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that a training step sets to zero; not of the adapters of routed experts."""
+    """Share of an adapter's inputs that a training step sets to zero; not of the adapters of routed experts and
+    of kv_b_proj."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -68,25 +68,16 @@ class Linear(nnx.Module):
             out = out + low_rank(seen, self.lora_A[...], self.lora_B[...], self.lora_scale).astype(out.dtype)
         return out.astype(narrow)
 
-    def extended(self, x: Float[Array, "*lead I"]) -> tuple[Float[Array, "*lead J"], Float[Array, "O J"]]:
-        """Input and matrix in the dtype of `x`, with a column more for each rank of an adapter.
+    def matrices(self, dtype: jnp.dtype) -> tuple[Float[Array, "O J"], Float[Array, "r I"] | None]:
+        """The matrix itself, for those who do not multiply it with an input at once.
 
-        Their product is `W x + scale · B (A x)`: `[W, scale · B]` and `[x, A x]`.
+        Of an adapted one `[W, scale · B]` and A, in `dtype`: the product is that of the first with `[x, A x]`. Their
+        sum `W + scale · B A` would lose what is below a step of W. Dropout does not reach it. Otherwise W and None.
         """
-        weight = self.weight[...].astype(x.dtype)
         if not hasattr(self, "lora_A"):
-            return x, weight
-        inner = project(dropped(x, self.lora_name), self.lora_A[...], wide_dtype(x.dtype)).astype(x.dtype)
-        change = (self.lora_scale * self.lora_B[...]).astype(x.dtype)
-        return jnp.concatenate([x, inner], axis=-1), jnp.concatenate([weight, change], axis=1)
-
-    def matrix(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
-        """The matrix itself, as stored; of an adapted one `W + scale · B A`, rounded to `dtype`."""
-        if not hasattr(self, "lora_A"):
-            return self.weight[...]
-        wide = wide_dtype(dtype)
-        change = jnp.einsum("or,ri->oi", self.lora_B[...].astype(wide), self.lora_A[...].astype(wide))
-        return (self.weight[...].astype(wide) + self.lora_scale * change).astype(dtype)
+            return self.weight[...], None
+        change = (self.lora_scale * self.lora_B[...]).astype(dtype)
+        return jnp.concatenate([self.weight[...].astype(dtype), change], axis=1), self.lora_A[...].astype(dtype)
 
 
 class Norm(nnx.Module):

@@ -101,31 +101,28 @@ class MultiHeadLatentAttention(nnx.Module):
         q = constrain("mla q", q.reshape((*q.shape[:2], mla.num_heads, -1)), heads)
 
         entry = self.kv_a_proj_with_mqa(x)
-        c, extra = self.kv_a_layernorm(entry[..., : mla.kv_rank]), entry[..., mla.kv_rank :]
-        latents = jnp.concatenate([c, extra], axis=-1)
+        c = self.kv_a_layernorm(entry[..., : mla.kv_rank])
+        latents = jnp.concatenate([c, entry[..., mla.kv_rank :]], axis=-1)
         places = call.positions, call.real, call.round
-        if cache is None:
-            # An adapter's own columns stand beside the latents: added to the matrix it would be rounded with it.
-            c, kv_b = self.kv_b_proj.extended(c)
-            read = jnp.concatenate([c, extra], axis=-1)
-        else:
+        if cache is not None:
             latents = jnp.pad(latents, ((0, 0), (0, 0), (0, cache.latents.shape[-1] - latents.shape[-1])))
-            latents = read = write_positions(write_rows, cache.latents, latents, *places)
-            kv_b = self.kv_b_proj.matrix(x.dtype)
+            latents = write_positions(write_rows, cache.latents, latents, *places)
         index_keys = None
 
+        kv_b, down = self.kv_b_proj.matrices(x.dtype)
         kv_b = kv_b.reshape((mla.num_heads, mla.nope_dim + mla.value_dim, -1))
         w_key, w_value = kv_b[:, : mla.nope_dim], kv_b[:, mla.nope_dim :]
         stacked = cache is not None and call.round is not None
         entries: Axes = (*((None,) if stacked else ()), "batch", "positions", None)
-        arrays: dict[str, Any] = {"q": q, "latents": read, "w_key": w_key, "w_value": w_value}
+        arrays: dict[str, Any] = {"q": q, "latents": latents, "w_key": w_key, "w_value": w_value}
         arrays["positions"] = call.positions
+        arrays |= {} if down is None else {"down": down}
         arrays |= {} if call.filled is None else {"filled": call.filled}
         arrays |= {} if call.first is None else {"since": call.first}
         arrays |= {"layer": call.round} if stacked else {}
         axes: dict[str, Axes] = {"q": heads, "latents": entries, "w_key": ("heads", None, None)}
         axes |= {"w_value": ("heads", None, None), "positions": ("batch", None), "since": ("batch", None)}
-        axes |= {"filled": (), "layer": ()}
+        axes |= {"filled": (), "layer": (), "down": (None, None)}
         attend: Callable[..., Array] = _dense
         if self.has_indexer and q_latent is not None:
             index_keys = self.indexer.keys(x)
@@ -154,6 +151,7 @@ def _dense(
     filled: Array | None = None,
     layer: Array | None = None,
     since: Array | None = None,
+    down: Array | None = None,
 ) -> Array:
     """Attention to all of the entries from position `first` on that are held here.
 
@@ -163,8 +161,8 @@ def _dense(
     blocks = filled_blocks(capacity if filled is None else filled - first, capacity)
     arguments = q, latents, w_key, w_value, positions - first, blocks, combine, layer
     if q.shape[1] == 1:
-        return decode_attention(*arguments)  # the only token of its row: there is no other document
-    return prefill_attention(*arguments, None if since is None else since - first)
+        return decode_attention(*arguments, down)  # the only token of its row: there is no other document
+    return prefill_attention(*arguments, None if since is None else since - first, down)
 
 
 def _indexed(
@@ -183,9 +181,10 @@ def _indexed(
     filled: Array | None = None,
     layer: Array | None = None,
     since: Array | None = None,
+    down: Array | None = None,
 ) -> Array:
     """Attention to those of the entries held here that the indexer chooses among all."""
     index = index_q, index_k, index_weight
     return indexed_attention(
-        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer, since
+        q, latents, w_key, w_value, *index, positions, filled, top_k, first, combine, gather, layer, since, down
     )

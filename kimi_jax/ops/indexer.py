@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ops.latent_attention import Combine, cached_positions, sparse_attention, widened
+from kimi_jax.ops.latent_attention import Combine, cached_positions, latent_rank, sparse_attention, widened
 from kimi_jax.ops.norms import at_least_float32, wide_dtype
 from kimi_jax.ops.selection import best_positions
 
@@ -91,8 +91,8 @@ def choose_positions(
 def indexed_attention(
     q: Float[Array, "B T N HR"],
     latents: Float[Array, "*G B S X"],
-    w_key: Float[Array, "N H C"],
-    w_value: Float[Array, "N V C"],
+    w_key: Float[Array, "N H CA"],
+    w_value: Float[Array, "N V CA"],
     index_q: Float[Array, "B T G K"],
     index_k: Float[Array, "*G B S K"],
     index_weight: Float[Array, "B T G"],
@@ -104,6 +104,7 @@ def indexed_attention(
     gather: Gather | None = None,
     layer: Int[Array, ""] | None = None,
     since: Int[Array, "B T"] | None = None,
+    down: Float[Array, "r C"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """MLA in which each token sees only the `top_k` cached entries that the indexer prefers.
 
@@ -113,7 +114,7 @@ def indexed_attention(
     `C + R` of an entry are not read.
     """
 
-    capacity, width = latents.shape[-2], w_key.shape[-1] + q.shape[-1] - w_key.shape[-2]
+    capacity, width = latents.shape[-2], latent_rank(w_key, down) + q.shape[-1] - w_key.shape[-2]
     row = jnp.arange(latents.shape[-3], dtype=jnp.int32)[:, None, None]
     lead = () if layer is None else (layer,)
 
@@ -125,7 +126,7 @@ def indexed_attention(
         held = (index >= first) & (index < first + capacity)
         # Every token's own J entries of the cache, straight from the stack of layers: B·T·J·(C+R) numbers gathered.
         chosen = latents[(*lead, row, jnp.where(held, index - first, 0))][..., :width]
-        return sparse_attention(q, widened(chosen, q.dtype), real & held, w_key, w_value, combine)
+        return sparse_attention(q, widened(chosen, q.dtype), real & held, w_key, w_value, combine, down)
 
     tokens = q.shape[1]
     block = min(QUERY_BLOCK, tokens)

@@ -53,13 +53,14 @@ def widened(entries: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "
 def prefill_attention(
     q: Float[Array, "B T N HR"],
     latents: Float[Array, "*G B S CR"],
-    w_key: Float[Array, "N H C"],
-    w_value: Float[Array, "N V C"],
+    w_key: Float[Array, "N H CA"],
+    w_value: Float[Array, "N V CA"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
     combine: Combine | None = None,
     layer: Int[Array, ""] | None = None,
     since: Int[Array, "B T"] | None = None,
+    down: Float[Array, "r C"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention with expanded keys and values.
 
@@ -67,15 +68,17 @@ def prefill_attention(
 
     - `q`: queries, the H numbers that meet `W_k c` first, then the R that meet `k_r`.
     - `latents`: cached entries, the call's own already among them.
-    - `w_key`, `w_value`: the halves of `kv_b_proj`.
+    - `w_key`, `w_value`: the halves of `kv_b_proj`; CA is C, or C + r with an adapter.
     - `positions`: place of each query's own token in the cache; it sees the entries up to there.
     - `num_blocks`: from `filled_blocks`; a Python number makes the loop differentiable.
     - `combine`: where the entries lie on several devices, merges their softmaxes: from (peak, sum, mixed values) of
         the entries here to those of all. `positions` are then counted from the first entry here, and may be negative.
     - `layer`: where `latents` is a stack of several layers' entries, whose to read.
     - `since`: the first entry that each query sees, counted as `positions`. None: all entries up to its own.
+    - `down`: the first half A of a low-rank adapter of `kv_b_proj`; `w_key` and `w_value` then have r columns more, and
+        act on `[c, A c]`.
     """
-    arrays = q, w_key.astype(q.dtype), w_value.astype(q.dtype)
+    arrays = q, w_key.astype(q.dtype), w_value.astype(q.dtype), None if down is None else down.astype(q.dtype)
     if combine is None and layer is None and isinstance(num_blocks, int):
         return _prefill_alone(num_blocks, arrays, latents, positions, since)
     block = partial(_expanded, arrays)
@@ -84,11 +87,16 @@ def prefill_attention(
     return _finish(*state, combine).astype(q.dtype)
 
 
-def _expanded(arrays: tuple[Array, Array, Array], entries: Array) -> tuple[Array, Array]:
+def latent_rank(w_key: Float[Array, "N H CA"], down: Float[Array, "r C"] | None) -> int:
+    """Width C of the latents that `w_key` acts on, with those of an adapter's rank beside them where it has one."""
+    return w_key.shape[-1] - (0 if down is None else down.shape[0])
+
+
+def _expanded(arrays: tuple[Array, Array, Array, Array | None], entries: Array) -> tuple[Array, Array]:
     """Scaled scores `[B, T, N, J]` and values `[B, J, N, V]` of a block of entries, keys and values expanded."""
-    q, w_key, w_value = arrays
-    rank = w_key.shape[-1]
-    latent, extra = entries[..., :rank], entries[..., rank:]
+    q, w_key, w_value, down = arrays
+    rank = latent_rank(w_key, down)
+    latent, extra = _beside(entries[..., :rank], down), entries[..., rank:]
     key = jnp.einsum("bsc,nhc->bsnh", latent, w_key)
     shape = (*key.shape[:3], extra.shape[-1])
     key = jnp.concatenate([key, jnp.broadcast_to(extra[:, :, None, :], shape)], axis=-1)
@@ -96,16 +104,23 @@ def _expanded(arrays: tuple[Array, Array, Array], entries: Array) -> tuple[Array
     return scores, jnp.einsum("bsc,nvc->bsnv", latent, w_value)
 
 
+def _beside(latent: Array, down: Array | None) -> Array:
+    """`[c, A c]` of latents `[…, C]`."""
+    if down is None:
+        return latent
+    return jnp.concatenate([latent, jnp.einsum("...c,rc->...r", latent, down.astype(latent.dtype))], axis=-1)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _prefill_alone(
-    num_blocks: int, arrays: tuple[Array, Array, Array], latents: Array, positions: Array, since: Array | None
+    num_blocks: int, arrays: tuple[Any, ...], latents: Array, positions: Array, since: Array | None
 ) -> Array:
     """Attention over all entries, which lie on this device; a backward pass computes the scores again."""
     return _prefill_forward(num_blocks, arrays, latents, positions, since)[0]
 
 
 def _prefill_forward(
-    num_blocks: int, arrays: tuple[Array, Array, Array], latents: Array, positions: Array, since: Array | None
+    num_blocks: int, arrays: tuple[Any, ...], latents: Array, positions: Array, since: Array | None
 ) -> tuple[Array, tuple[Any, ...]]:
     q, mix = arrays[0], "btns,bsnv->btnv"
     block = partial(_expanded, arrays)
@@ -147,16 +162,17 @@ _prefill_alone.defvjp(_prefill_forward, _prefill_backward)
 def decode_attention(
     q: Float[Array, "B T N HR"],
     latents: Float[Array, "*G B S CR"],
-    w_key: Float[Array, "N H C"],
-    w_value: Float[Array, "N V C"],
+    w_key: Float[Array, "N H CA"],
+    w_value: Float[Array, "N V CA"],
     positions: Int[Array, "B T"],
     num_blocks: Int[Array, ""] | int,
     combine: Combine | None = None,
     layer: Int[Array, ""] | None = None,
+    down: Float[Array, "r C"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention in the latent space: `(W_kᵀ q)·c` in place of `q·(W_k c)`. Arguments as `prefill_attention`."""
-    rank = w_key.shape[-1]
-    folded = fold_query(q, w_key)
+    rank = latent_rank(w_key, down)
+    folded = fold_query(q, w_key, down)
 
     scale = q.shape[-1] ** -0.5
 
@@ -172,32 +188,37 @@ def decode_attention(
         return _finish(peak[:, None], total[:, None], mixed[:, None], combine).astype(q.dtype)
 
     mixed = jax.lax.platform_dependent(tpu=kernel, default=loop) if fits_kernel(q, latents, rank) else loop()
-    return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
+    return jnp.einsum("btnc,nvc->btnv", _beside(mixed, down), w_value.astype(mixed.dtype))
 
 
 def sparse_attention(
     q: Float[Array, "B T N HR"],
     chosen: Float[Array, "B T J CR"],
     real: Bool[Array, "B T J"],
-    w_key: Float[Array, "N H C"],
-    w_value: Float[Array, "N V C"],
+    w_key: Float[Array, "N H CA"],
+    w_value: Float[Array, "N V CA"],
     combine: Combine | None = None,
+    down: Float[Array, "r C"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention in the latent space over `chosen`: the J cached entries picked for each token, those `real` of them."""
-    scores = _scores("btnc,btjc->btnj", fold_query(q, w_key), chosen) * q.shape[-1] ** -0.5
+    scores = _scores("btnc,btjc->btnj", fold_query(q, w_key, down), chosen) * q.shape[-1] ** -0.5
     scores = jnp.where(real[:, :, None, :], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1)
     share = jnp.exp(scores - _finite(peak)[..., None])
-    entries = chosen[..., : w_key.shape[-1]]
+    entries = chosen[..., : latent_rank(w_key, down)]
     mixed = _scores("btnj,btjc->btnc", share.astype(q.dtype), entries)
     mixed = _finish(peak, jnp.sum(share, axis=-1), mixed, combine).astype(q.dtype)
-    return jnp.einsum("btnc,nvc->btnv", mixed, w_value.astype(mixed.dtype))
+    return jnp.einsum("btnc,nvc->btnv", _beside(mixed, down), w_value.astype(mixed.dtype))
 
 
-def fold_query(q: Float[Array, "B T N HR"], w_key: Float[Array, "N H C"]) -> Float[Array, "B T N CR"]:
+def fold_query(
+    q: Float[Array, "B T N HR"], w_key: Float[Array, "N H CA"], down: Float[Array, "r C"] | None = None
+) -> Float[Array, "B T N CR"]:
     """`[W_kᵀ q_n, q_r]`: the query that meets cached entries directly."""
-    width = w_key.shape[1]
+    width, rank = w_key.shape[1], latent_rank(w_key, down)
     latent = jnp.einsum("btnh,nhc->btnc", q[..., :width], w_key.astype(q.dtype))
+    if down is not None:
+        latent = latent[..., :rank] + jnp.einsum("btnr,rc->btnc", latent[..., rank:], down.astype(q.dtype))
     return jnp.concatenate([latent, q[..., width:]], axis=-1)
 
 

@@ -29,6 +29,7 @@ from kimi_jax.ops import (
     grouped_gpu_kernel,
     grouped_kernel,
     grouped_loop,
+    grouped_matmul,
     indexer,
     latent_attention,
     latent_kernel,
@@ -211,7 +212,10 @@ def _base_params(spec: ModelSpec) -> Params:
 
 
 def lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:
-    """A step of fine-tuning, traced for arguments of which only shapes, dtypes and shardings are known."""
+    """A step of fine-tuning, traced for arguments of which only shapes, dtypes and shardings are known.
+
+    The one that also runs the base model for the router's drift, where the settings want it in some steps.
+    """
     assert step.training is not None
     settings = step.training
     adapted = replace(spec, adapters=adapter_spec(spec.config, settings.lora))
@@ -225,7 +229,7 @@ def lower_training(spec: ModelSpec, step: Step) -> jax.stages.Lowered:
     batch = Tokens(*(by_row(name, jnp.float32 if name == "weights" else jnp.int32) for name in Tokens._fields))
     key = jax.eval_shape(jax.random.key, 0)
     state = state_layout(adapted, optimizer)
-    static = adapted, optimizer, settings.lora.dropout, settings.run.drift_every == 1
+    static = adapted, optimizer, settings.lora.dropout, settings.run.drift_every > 0
     return train_step.lower(*static, _base_params(spec), state, batch, key)
 
 
@@ -256,8 +260,11 @@ def assumed_rounds(spec: ModelSpec, step: Step) -> dict[str, float]:
     copies = step.batch * step.tokens * moe.experts_per_token
     tile = grouped_loop.tile_rows(copies, held)
     mean = copies / moe.num_experts
+    tiles = held * max(load.met / held, mean / tile + 0.5 if mean > tile else 0)
     return {
-        grouped_loop.loop_product.__name__: held * max(load.met / held, mean / tile + 0.5 if mean > tile else 0),
+        grouped_loop.loop_product.__name__: tiles,
+        # What a derivative is taken of comes, for the compiler, from where it is called.
+        grouped_matmul.grouped_matmul.__name__: tiles,
         latent_attention._attend.__name__: float(math.ceil(step.filled / latent_attention.KEY_BLOCK)),
         indexer.choose_positions.__name__: float(math.ceil(step.filled / indexer.KEY_BLOCK)),
         selection._over_parts.__name__: float(math.ceil(step.filled / (selection.COUNTED * LANES))),
@@ -286,7 +293,9 @@ def kernels(spec: ModelSpec, step: Step) -> dict[str, Kernel]:
         filled, sizes = -(-step.filled // parts), [tuple(x.sizes) for x in wide]
         return latent_kernel.kernel_work(sizes, filled, spec.config.mla.kv_rank, wide[1].bits // 8)
 
+    on_this = on_tpu if spec.mesh is None or spec.mesh.devices.flat[0].platform == "tpu" else on_gpu
     return {
+        grouped_matmul.grouped_matmul.__name__: on_this,  # in a training step; see `assumed_rounds`
         grouped_kernel.kernel_product.__name__: on_tpu,
         grouped_gpu_kernel.gpu_kernel_product.__name__: on_gpu,
         latent_kernel.kernel_attention.__name__: attention,

@@ -6,6 +6,7 @@ A synthetic model of K3's kinds of layers, experts packed. The base grows with t
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ def main() -> None:
         spec = ModelSpec(config(experts), None, jnp.dtype(jnp.bfloat16))
         lowered = lower_training(spec, Step("train", 1, 256, 256, settings))
         base, state = lowered.args_info[0][0], lowered.args_info[0][1]
-        sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6 for tree in (base, state)]
+        sizes = [
+            sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6 for tree in (base, state)
+        ]
         temporaries = lowered.compile().memory_analysis().temp_size_in_bytes / 1e6
         label = f"{rank}, experts too" if "experts" in targets else str(rank)
         print(f"| {experts} | {label} | {sizes[0]:.1f} | {sizes[1]:.2f} | {temporaries:.1f} |")

@@ -1,4 +1,4 @@
-"""`kimi-jax finetune` as its user runs it, on a synthetic model of two layers: trained, gone on with, merged."""
+"""`kimi-jax finetune` as its user runs it, on a synthetic model of two layers, and `kimi-jax merge` behind it."""
 
 import json
 
@@ -41,7 +41,7 @@ def files(vocabulary):
 
 
 @pytest.mark.usefixtures("optax_promotion")
-def test_train_go_on_and_merge(run, files):
+def test_train_and_merge(run, files):
     model, out, data = files / "model", files / "run", files / "train.jsonl"
     options = ("--data", data, "--config", files / "settings.toml", "--out", out, "--dtype", "float32")
     code, printed, error = run("finetune", model, *options, "--steps", "3")
@@ -63,6 +63,11 @@ def test_train_go_on_and_merge(run, files):
     assert code == 1
     assert "ask for it with --experts" in error
     assert not (files / "merged").exists()
+    code, printed, error = run("merge", model, out, files / "merged", "--experts", "--force")
+    assert code == 0, error
+    assert (
+        printed.splitlines()[-1] == f"{files / 'merged'}: 4 modules changed"
+    )  # q_proj of KDA, three stacks of experts
 
 
 def test_wrong_use(run, files):
@@ -70,8 +75,11 @@ def test_wrong_use(run, files):
     code, _, error = run("finetune", files / "model", "--data", files / "none.jsonl", "--out", files / "run")
     assert code == 1
     assert "none.jsonl" in error
+    code, _, error = run("finetune", files / "model", *data, "--out", files / "run", "--adapters", files / "none")
+    assert code == 1
+    assert f"{files / 'none'}" in error
     settings.write_text('[lora]\ntargets = ["gate"]')
     code, _, error = run("finetune", files / "model", *data, "--out", files / "run", "--config", settings)
     assert code == 2
-    assert "'gate' fits no module" in error
+    assert f"{settings}: lora: target 'gate' fits no module" in error
     assert not (files / "run").exists()

@@ -106,7 +106,7 @@ def test_a_damaged_save_is_named(trained, tmp_path, damage):
     out = shutil.copytree(trained[0].out, tmp_path / "run")
     save = out / "state.npz"
     save.write_bytes(damage(save.read_bytes()))
-    with pytest.raises(RunError, match=r"state\.npz: cannot be read: .*; delete it to start again"):
+    with pytest.raises(RunError, match=r"state\.npz: cannot be used: .*; delete it to start again"):
         run(Pretraining(trained[0].config, out))
 
 

@@ -11,7 +11,7 @@ from finetune.conftest import TinyRun
 
 from kimi_jax.finetune.data.errors import DataError
 from kimi_jax.finetune.run import run_finetuning
-from kimi_jax.finetune.run_directory import RunError
+from kimi_jax.finetune.run_directory import RunError, cut_metrics
 from kimi_jax.model.adapters import fetch_adapters
 from kimi_jax.model.model import flatten
 
@@ -80,6 +80,31 @@ def test_directories_that_are_refused(tmp_path, tiny_run: TinyRun):
     longer = dataclasses.replace(tiny_run.config, run=dataclasses.replace(tiny_run.config.run, seed=9))
     with pytest.raises(RunError, match=r"started with settings\.run\.seed 0, now it is 9"):
         run(tmp_path / "run", longer)
+
+
+def test_a_damaged_save_and_a_diverged_step_are_told(tmp_path, tiny_run: TinyRun):
+    """Of a save only the state is gone. Adapters of NaN give a loss of NaN, and nothing is saved."""
+    config, trainer = tiny_run.config, tiny_run.trainer()
+    (tmp_path / "damaged" / "checkpoints" / "4" / "data").mkdir(parents=True)
+    (tmp_path / "damaged" / "run.json").write_text(
+        json.dumps({"origin": {}, "settings": json.loads(json.dumps(dataclasses.asdict(config)))})
+    )
+    (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 4}\ngarbage}\n')
+    with pytest.raises(RunError, match=r"checkpoints/4: cannot be read: .*; delete this folder to go on from the"):
+        run_finetuning(trainer, config, tiny_run.batches(), None, tmp_path / "damaged", origin={})
+    adapters = jax.tree.map(lambda x: x * np.float32("nan"), trainer.state.adapters)
+    trainer.state = dataclasses.replace(trainer.state, adapters=adapters)
+    with pytest.raises(RunError, match=r"step 1: loss is nan; nothing behind the last save is kept"):
+        run_finetuning(trainer, config, tiny_run.batches(), None, tmp_path / "run", origin={})
+    assert not any(path.name.isdecimal() for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert not (tmp_path / "run" / "adapters").exists()
+
+
+def test_damaged_lines_of_metrics_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2}\ngarbage}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2}\n'
 
 
 def test_the_optimizer_holds_nothing_of_the_base(tiny_run: TinyRun):

@@ -25,11 +25,6 @@ def grouped(names, meshes):
     ]
 
 
-ON_ALL_MESHES = pytest.mark.parametrize(
-    ("name", "mesh"),
-    # What the other two have of their own does not meet the mesh but in the indexer; `tests/bench/golden.py` runs all.
-    grouped(("tiny-k3", "tiny-k31", "tiny-kimi-linear"), ("one",)),
-)
 ON_ONE_DEVICE = pytest.mark.parametrize(("name", "mesh"), grouped(MODELS, ("one",)))
 
 
@@ -57,11 +52,7 @@ def eight_rows(data):
     return tokens, lengths, want
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    # The layers are those of prefill; what differs is that there is no cache.
-    grouped(MODELS, ("one",)),
-)
+@ON_ONE_DEVICE
 def test_forward(name, mesh, tiny, golden):
     tokens, lengths, want = eight_rows(golden(name))
     logits = np.asarray(kj.forward(tiny(name, mesh), tokens, lengths))
@@ -76,7 +67,7 @@ def optimized_on_one_device(mesh, request):
         request.getfixturevalue("optimized")
 
 
-@ON_ALL_MESHES
+@ON_ONE_DEVICE
 @pytest.mark.usefixtures("optimized_on_one_device")
 def test_prefill_at_once_and_in_pieces(name, mesh, tiny, golden):
     model, (tokens, lengths, want) = tiny(name, mesh), eight_rows(golden(name))
@@ -103,7 +94,7 @@ def test_prefill_at_once_and_in_pieces(name, mesh, tiny, golden):
         np.testing.assert_allclose(one, other, atol=5e-4)
 
 
-@ON_ALL_MESHES
+@ON_ONE_DEVICE
 @pytest.mark.usefixtures("optimized_on_one_device")
 def test_greedy_continuation_token_by_token(name, mesh, tiny, golden):
     model, data = tiny(name, mesh), golden(name)
@@ -123,12 +114,15 @@ def test_greedy_continuation_token_by_token(name, mesh, tiny, golden):
         pytest.param(
             name, mesh, strategy, marks=pytest.mark.xdist_group(f"{name} {mesh}"), id=f"{name}-{mesh}-{strategy}"
         )
-        for name, mesh, strategy in (("tiny-k31", "all2", "dispatch"),)
+        for name, mesh, strategy in (("tiny-k3", "one", "auto"), ("tiny-k31", "all2", "dispatch"))
     ],
 )
 def test_loop_context_and_expert_strategies(name, mesh, strategy, tiny, golden):
-    """Layers in a loop, one prompt over several devices, both ways of moving tokens to experts: prefill in two pieces,
-    decode. `tests/bench/golden.py` runs every mesh with every strategy, with and without the loop."""
+    """Layers in a loop, one prompt over several devices, tokens sent to their experts: prefill in two pieces, decode.
+
+    In tiny-k3 only some rounds of a layer start a block of Attention Residuals. `tests/bench/golden.py` runs every mesh
+    with every strategy, with and without the loop.
+    """
     model, (tokens, lengths, want) = tiny(name, mesh, loop=True), eight_rows(golden(name))
     model = model.replace(spec=replace(model.spec, expert_strategy=strategy))
     first = np.minimum(lengths, 40)
@@ -145,7 +139,7 @@ def test_loop_context_and_expert_strategies(name, mesh, strategy, tiny, golden):
     assert_logits(np.asarray(logits)[plain], golden(name)["seq_logits"][lengths[plain]])
 
 
-@ON_ALL_MESHES
+@ON_ONE_DEVICE
 @pytest.mark.usefixtures("optimized_on_one_device")
 def test_decode_from_the_first_token(name, mesh, tiny, golden):
     model, data = tiny(name, mesh), golden(name)

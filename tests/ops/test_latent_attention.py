@@ -18,11 +18,11 @@ PLACES = {
 }
 
 
-def sparse_over_everything(q, latents, w_key, w_value, positions, _):
+def sparse_over_everything(q, latents, w_key, w_value, positions, _, down=None):
     """The sparse form with every cached entry among the chosen ones."""
     chosen = jnp.broadcast_to(latents[:, None], (q.shape[0], q.shape[1], *latents.shape[1:]))
     real = jnp.arange(latents.shape[1])[None, None] <= positions[:, :, None]
-    return sparse_attention(q, chosen, real, w_key, w_value)
+    return sparse_attention(q, chosen, real, w_key, w_value, down=down)
 
 
 FORMS = {
@@ -141,6 +141,18 @@ def test_bfloat16_sums_over_many_entries_in_float32(form):
     assert found.dtype == jnp.bfloat16
     wanted = np.asarray(w_value, np.float64).sum(axis=-1)
     assert_close(np.asarray(found, np.float64), np.broadcast_to(wanted, found.shape), 2e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_beside_the_matrices_is_as_one_added_to_them(form):
+    q, latents, w_key, w_value, positions = inputs(300)
+    rng, rank = np.random.default_rng(1), 3
+    down = rng.normal(size=(rank, C)).astype(np.float32)
+    up_key, up_value = (rng.normal(size=(N, size, rank)).astype(np.float32) for size in (H, V))
+    wanted = loop(q, latents, w_key + up_key @ down, w_value + up_value @ down, positions)
+    wide = (np.concatenate(pair, axis=-1) for pair in ((w_key, up_key), (w_value, up_value)))
+    found = FORMS[form](q, latents, *wide, positions, filled_blocks(300, 300), down=down)
+    assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("since", [[[0] * T] * B, SINCE[300]], ids=["from 0 on", "documents"])

@@ -46,7 +46,6 @@ def run(*arguments, **options):
 
 
 def test_generate_gives_the_golden_tokens(tiny, golden):
-    """4 processes with 2 devices each: `tests/bench/README.md`."""
     processes, devices = 2, 4
     data = golden("tiny-k31")
     options = ("--mesh", "data=2,tensor=4", "--dtype", "float32", "--max-new-tokens", len(data["greedy_new_ids"]))

@@ -55,7 +55,7 @@ class Documents:
 
     def __init__(
         self,
-        paths: Sequence[str | PathLike[str]],
+        files: Lines | Sequence[str | PathLike[str]],
         tokenizer: Tokenizer,
         *,
         train_on: str = "assistant",
@@ -64,25 +64,27 @@ class Documents:
         on_error: str = "skip",
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
-        """Finds the lines, and in every file one that can be used.
+        """Finds the lines, and in every file one that can be used; reads all of them where a broken one is fatal.
 
         **Arguments:**
 
-        - `paths`: the files.
+        - `files`: their paths, or their lines.
         - `tokenizer`: the model's.
         - `train_on`: which tokens of a conversation have weight 1: `assistant` as above, or `all`.
         - `end_id`: the token that ends a text; None means `[EOS]`.
         - `options`: options of `render` for all lines that do not say otherwise.
-        - `on_error`: what becomes of a broken line, when it is read: `skip` reports and leaves it out, `fatal` raises.
+        - `on_error`: what becomes of a broken line: `skip` reports it when it is read and leaves it out, `fatal` raises
+            here, before anything is trained.
         - `report`: is called with a text once for each line left out.
 
-        **Raises:** `DataError` for a file without a line that can be used; `ValueError` for an option that is none.
+        **Raises:** `DataError` for a file without a line that can be used, or with a broken one if these are fatal;
+        `ValueError` for an option that is none.
         """
         if train_on not in ("assistant", "all"):
             raise ValueError(f"train_on: found {train_on!r}, wanted 'assistant' or 'all'")
         if on_error not in ("skip", "fatal"):
             raise ValueError(f"on_error: found {on_error!r}, wanted 'skip' or 'fatal'")
-        self.lines = Lines(paths)
+        self.lines = files if isinstance(files, Lines) else Lines(files)
         self.broken: dict[int, str] = {}
         self._tokenizer = tokenizer
         self._all = train_on == "all"
@@ -99,7 +101,10 @@ class Documents:
         }
         for index, path in enumerate(self.lines.paths):
             numbers = self.lines.of_file(index)
-            if all(self.read(number) is None for number in numbers):
+            if self._fatal:
+                for number in numbers:
+                    self.read(number)
+            elif all(self.read(number) is None for number in numbers):
                 first = self.broken[numbers[0]]
                 raise DataError(f"{path}: none of its {len(numbers)} lines can be used; the first: {first}")
 

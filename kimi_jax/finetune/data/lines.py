@@ -1,9 +1,10 @@
 """Lines of text files by number, read in any order."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Lines:
     must not change meanwhile.
 
     - `paths`: the files.
-    - `digest`: tells the files' lines apart from others by their lengths.
+    - `digest`: tells the files' contents apart from others.
     """
 
     def __init__(self, paths: Sequence[str | PathLike[str]]) -> None:
@@ -32,9 +33,10 @@ class Lines:
             raise DataError("no data: wanted at least one file of JSON lines")
         self.paths = [Path(path) for path in paths]
         self._bytes = [_mapped(path) for path in self.paths]
-        self._edges = [_edges(data) for data in self._bytes]
+        digest = hashlib.sha256(np.array([len(data) for data in self._bytes], np.int64).tobytes())
+        self._edges = [_edges(data, digest.update) for data in self._bytes]
         self._first = np.cumsum([0, *(len(edges) - 1 for edges in self._edges)])
-        self.digest = hashlib.sha256(b"".join(edges.tobytes() for edges in self._edges)).hexdigest()[:32]
+        self.digest = digest.hexdigest()[:32]
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -70,10 +72,12 @@ def _mapped(path: Path) -> np.ndarray:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _edges(data: np.ndarray) -> np.ndarray:
-    """Where lines begin, and where the last one ends."""
+def _edges(data: np.ndarray, seen: Callable[[Any], None]) -> np.ndarray:
+    """Where lines begin, and where the last one ends; `seen` gets the bytes, block after block."""
     found = [np.zeros(1, np.int64)]
     for start in range(0, len(data), _BLOCK):
-        found.append(np.flatnonzero(data[start : start + _BLOCK] == _NEWLINE) + (start + 1))
+        block = np.asarray(data[start : start + _BLOCK])
+        seen(block)
+        found.append(np.flatnonzero(block == _NEWLINE) + (start + 1))
     edges = np.concatenate(found)
     return edges if edges[-1] == len(data) else np.append(edges, len(data))

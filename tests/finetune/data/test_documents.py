@@ -171,11 +171,15 @@ def test_a_broken_line_is_told_once_with_its_number_and_left_out_or_fatal(write,
     assert text.startswith(f"{path}: line 3: {problem}")
     assert text.endswith("; the line is left out")
     assert list(documents.broken) == [4]
-    documents = Documents([ahead, path], BYTEWISE, on_error="fatal", report=pytest.fail)
-    with pytest.raises(DataError) as error:
-        documents.read(4)
+    with pytest.raises(DataError) as error:  # before anything is read of it
+        Documents([ahead, path], BYTEWISE, on_error="fatal", report=pytest.fail)
     assert str(error.value).startswith(f"{path}: line 3: {problem}")
-    assert documents.read(5).tokens.tolist() == [*b"good", 257]
+
+
+def test_other_contents_are_other_data(write):
+    """Of the same lengths too."""
+    names = [Documents([write({"text": text})], BYTEWISE).settings["data"] for text in ("god", "dog", "god")]
+    assert names[0] == names[2] != names[1]
 
 
 def test_a_line_left_out_goes_to_the_log(write, caplog):
