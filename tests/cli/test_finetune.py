@@ -65,9 +65,8 @@ def test_train_and_merge(run, files):
     assert not (files / "merged").exists()
     code, printed, error = run("merge", model, out, files / "merged", "--experts", "--force")
     assert code == 0, error
-    assert (
-        printed.splitlines()[-1] == f"{files / 'merged'}: 4 modules changed"
-    )  # q_proj of KDA, three stacks of experts
+    # q_proj of the KDA layer, three stacks of experts
+    assert printed.splitlines()[-1] == f"{files / 'merged'}: 4 modules changed"
 
 
 def test_wrong_use(run, files):
