@@ -56,7 +56,8 @@ def test_nine_layers_of_k3(name, shape, narrow, tmp_path):
         assert found.flops > found.flops_once
     assert found.bytes > 0.3 * found.arguments
     rounds = {loop.function: (loop.rounds, loop.source) for loop in found.loops}
-    assert rounds["_attend"] == (4, "assumed")
+    # On TPU a kernel reads the latents: `test_latent_kernel.py`.
+    assert rounds.get("_attend") == (None if pod.platform == "tpu" else (4, "assumed"))
     assert "loop_product" not in rounds  # on both a kernel: `test_grouped_kernel.py`
     seconds, bound = ahead.roofline(pod, found)
     assert bound == "memory"
