@@ -32,7 +32,7 @@ class Bench(ModelFlags):
     """
 
     directory: tyro.conf.Positional[Path]
-    """A Hugging Face or converted checkpoint directory, or tiny-k3 for the bundled one."""
+    """A Hugging Face or converted checkpoint directory, or tiny-k3 or demo-k3 for a bundled one."""
     prompt: tuple[int, ...] = (128, 1024)
     """Lengths of prompts, in tokens; one prompt a part of the mesh axis data."""
     batch: tuple[int, ...] = (1, 8)
@@ -148,7 +148,7 @@ class Warmup(ModelFlags):
     """
 
     directory: tyro.conf.Positional[Path]
-    """A Hugging Face or converted checkpoint directory, or tiny-k3 for the bundled one."""
+    """A Hugging Face or converted checkpoint directory, or tiny-k3 or demo-k3 for a bundled one."""
     batch: tuple[int, ...] = (1,)
     """Rows of a call."""
     max_len: tuple[int, ...] = (1024,)

@@ -25,7 +25,7 @@ class Generate(ModelFlags):
     """Load a checkpoint and continue one prompt; new text (or ids) goes to standard output as it comes."""
 
     directory: tyro.conf.Positional[Path]
-    """A Hugging Face checkpoint directory, or tiny-k3 for the bundled one."""
+    """A Hugging Face checkpoint directory, or tiny-k3 or demo-k3 for a bundled one."""
     prompt: str | None = None
     """The prompt as text; needs tiktoken.model in the directory. Control tokens in it stay text."""
     prompt_ids: tuple[int, ...] = ()
