@@ -78,8 +78,8 @@ def load_model(
     loop = False if layers is not None else loop
     source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
     added = None if adapters is None else read_adapters(adapters, spec.config)
-    published = param_layout(spec.config, spec.loop)
-    declared = param_layout(spec.config, spec.loop, dense_weights)
+    published = param_layout(spec.config, spec.loop, "bf16", None)
+    declared = param_layout(spec.config, spec.loop, dense_weights, None)
     shardings = {key: array_sharding(key, s.shape, axes, mesh) for key, (s, axes, _) in declared.items()}
     present = _check_layers(layers, source.config)
     wanted = {key: names for key, (_, _, names) in published.items() if _is_wanted(key, present)}
@@ -125,7 +125,7 @@ def declared_model(
     source, spec = _open(directory, mesh, dtype, expert_strategy, loop, dense_weights)
     if adapters is not None:
         spec = replace(spec, adapters=read_adapters(adapters, spec.config)[0])
-    published = param_layout(spec.config, spec.loop)
+    published = param_layout(spec.config, spec.loop, "bf16", None)
     for _, _, names in published.values():
         _check_same_dtype(source, names)
     params = {}

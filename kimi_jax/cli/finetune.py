@@ -54,6 +54,8 @@ class Finetune(ModelFlags):
 
     def run(self) -> None:
         """Trains."""
+        if not self.data:
+            raise UsageError("--data names no file")
         directory = find_checkpoint(self.directory)
         model_config = ModelConfig.from_file(directory)
         if self.adapters is not None:
@@ -73,9 +75,9 @@ class Finetune(ModelFlags):
         shape = mesh_shape(self.mesh)
         settings = {name: str(value) for name, value in asdict(replace(self, job=JobFlags())).items()}
         files: dict[str, Lines | DataError] = {}
-        for name, paths in (("data", self.data), ("held_out", self.held_out)):
+        for name, paths in {"data": self.data, **({"held_out": self.held_out} if self.held_out else {})}.items():
             try:
-                files |= {name: Lines(paths)} if paths else {}
+                files[name] = Lines(paths)
             except DataError as error:  # told in the job, where the others hear of it
                 files[name] = error
         settings |= {f"contents of {name}": x.digest if isinstance(x, Lines) else str(x) for name, x in files.items()}
@@ -83,14 +85,14 @@ class Finetune(ModelFlags):
         mesh = job_mesh(job, shape)
         try:
             index, count = process_rows(mesh)
-            train, held = (_documents(files.get(name), config, tokenizer) for name in ("data", "held_out"))
-            if train is None:
-                raise UsageError("--data names no file")
+            documents = {name: _documents(lines, config, tokenizer) for name, lines in files.items()}
             data = config.data
             how: dict[str, Any] = {"rows": data.rows, "length": data.length, "packing": data.packing}
             how |= {"process_index": index, "process_count": count}
-            batches = Batches(train, shuffle=data.shuffle, seed=config.run.seed, **how)
-            held_out = None if held is None else partial(Batches, held, shuffle=False, epochs=1, **how)
+            batches = Batches(documents["data"], shuffle=data.shuffle, seed=config.run.seed, **how)
+            held_out = None
+            if "held_out" in documents:
+                held_out = partial(Batches, documents["held_out"], shuffle=False, epochs=1, **how)
         except DataError:
             raise
         except ValueError as error:
@@ -115,10 +117,10 @@ class Finetune(ModelFlags):
         emit(f"{self.out / 'adapters'}: adapters of step {config.run.steps}")
 
 
-def _documents(lines: Lines | DataError | None, config: FinetuneConfig, tokenizer: Tokenizer) -> Documents | None:
+def _documents(lines: Lines | DataError, config: FinetuneConfig, tokenizer: Tokenizer) -> Documents:
     if isinstance(lines, DataError):
         raise lines
     data = config.data
     options = {} if data.thinking is None else {"thinking": data.thinking}
     how: dict[str, Any] = {"train_on": data.train_on, "on_error": data.on_error, "options": options, "report": remark}
-    return None if lines is None else Documents(lines, tokenizer, **how)
+    return Documents(lines, tokenizer, **how)

@@ -195,7 +195,7 @@ class _Layers(Sequence[DecoderLayer]):
 
 @cache
 def param_layout(
-    config: ModelConfig, loop: bool, dense_weights: str = "bf16", adapters: AdapterSpec | None = None
+    config: ModelConfig, loop: bool, dense_weights: str, adapters: AdapterSpec | None
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, Axes, tuple[str, ...]]]:
     """Shape and dtype, and logical axes, of every array of `params`; and the names of the parameters that it holds."""
     places = stack_places(config, loop)

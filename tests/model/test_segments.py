@@ -38,7 +38,7 @@ def test_the_repetition_that_leaves_fewest(kinds, wanted):
 
 def test_stacks_hold_every_parameter_once():
     model = ModelConfig.from_file(find_config("kimi-k3"))
-    layout, declared = param_layout(model, True), abstract_params(model)
+    layout, declared = param_layout(model, True, "bf16", None), abstract_params(model)
     assert sorted(name for _, _, names in layout.values() for name in names) == sorted(declared)
     for key, (struct, axes, names) in layout.items():
         for name in names:
